@@ -9,7 +9,7 @@ from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import FileEntry, Manifest, parse
 from cairn.checkpoint.receipts import make_receipt, read_receipt
-from cairn.checkpoint.retention import Step, read_steps, reasons_to_keep
+from cairn.checkpoint.retention import SavedStep, read_steps, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import TensorSpec, plan, plan_rank
 from cairn.config.ckpt import CkptConfig
@@ -51,7 +51,7 @@ def measure_scale(steps: int) -> dict[str, float]:
             read_steps(store, Ratings())
     rules = CkptConfig(keep_last=3, keep_every=1000, keep_best=5, metric="loss", mode="min")
     with timed(f"retention over {steps} steps"):
-        reasons_to_keep([Step(step, {"loss": 1 / step}) for step in range(1, steps + 1)], rules, set())
+        reasons_to_keep([SavedStep(step, {"loss": 1 / step}) for step in range(1, steps + 1)], rules, set())
 
     tensors, ranks = 10 * steps, 4096
     specs = [TensorSpec(f"layers.{i}.weight", "BF16", (4096, 128)) for i in range(tensors)]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.config.trainer import SFTConfig
-from cairn.formats import Source
+from cairn.formats import TensorSource
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
@@ -21,7 +21,7 @@ from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 
 
-def values(source: Source, piece: int = 1 << 20) -> torch.Tensor:
+def values(source: TensorSource, piece: int = 1 << 20) -> torch.Tensor:
     """A whole tensor, read in pieces of so many values."""
     whole = torch.empty(source.spec.shape, dtype=DTYPES[source.spec.dtype])
     flat = whole.view(-1)

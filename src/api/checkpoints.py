@@ -15,7 +15,7 @@ from cairn.checkpoint.step_folder import (
     is_reward_model,
 )
 from cairn.checkpoint.step_index import verify
-from cairn.formats import FORMATS, Source
+from cairn.formats import FORMATS, TensorSource
 from cairn.model.adapters import base_folder, is_adapter
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -114,7 +114,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, verify(folder))
 
 
-def _read(stored: Mapping[str, Source]) -> "dict[str, torch.Tensor]":
+def _read(stored: Mapping[str, TensorSource]) -> "dict[str, torch.Tensor]":
     from cairn.checkpoint.tensors.sharded_files import read_tensor
 
     return {name: read_tensor(tensor) for name, tensor in stored.items()}

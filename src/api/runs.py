@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
-from cairn.run.view import RunView, Snapshot, State
+from cairn.run.view import RunSnapshot, RunView, State
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,13 +90,13 @@ class Run:
     def __repr__(self) -> str:
         return f"<cairn.Run {str(self.path)!r}: {self.state}, step {self.step}>"
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RunSnapshot:
         """The state of the run at this moment: roles, heartbeats, events, costs and more."""
         return self._view.snapshot()
 
     @property
     def state(self) -> State:
-        """running, stopping, done, stopped, failed, killed or empty; see `Snapshot.state`."""
+        """running, stopping, done, stopped, failed, killed or empty; see `RunSnapshot.state`."""
         return self.snapshot().state
 
     @property

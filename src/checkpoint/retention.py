@@ -39,7 +39,7 @@ def spare_none(unkept: Collection[int]) -> Collection[int]:
 
 
 @dataclass(frozen=True)
-class Step:
+class SavedStep:
     """An existing step, and its metrics; `ratings` says which of these can be compared."""
 
     step: int
@@ -47,7 +47,7 @@ class Step:
     ratings: Ratings = field(default_factory=Ratings)
 
 
-def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
+def reasons_to_keep(steps: Sequence[SavedStep], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
     """Why each step is kept; a step without a reason may be deleted.
 
     Only `keep_last` and `keep_best` limit the number of steps: without either, all are kept. The newest step
@@ -91,7 +91,7 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
     return reasons
 
 
-def _pending(steps: Sequence[Step], rules: CkptConfig) -> list[int]:
+def _pending(steps: Sequence[SavedStep], rules: CkptConfig) -> list[int]:
     """The steps that will be evaluated, oldest first: evaluations are done in the order of steps."""
     evaluation, interval = rules.rated_by, rules.metric_interval
     if evaluation is None or interval is None:
@@ -106,18 +106,18 @@ def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, int | float) and value == value
 
 
-def read_steps(tier: Tier, ratings: Ratings) -> list[Step]:
+def read_steps(tier: Tier, ratings: Ratings) -> list[SavedStep]:
     """The steps of a tier with their metrics; a step with a damaged manifest has none.
 
     Args:
         ratings: by evaluations, of the run's steps in any tier.
     """
-    found: list[Step] = []
+    found: list[SavedStep] = []
     for number in tier.steps():
         try:
-            found.append(Step(number, ratings.metrics(tier.manifest(number)), ratings))
+            found.append(SavedStep(number, ratings.metrics(tier.manifest(number)), ratings))
         except CheckpointError:
-            found.append(Step(number, {}))
+            found.append(SavedStep(number, {}))
     return found
 
 
@@ -177,7 +177,9 @@ def delete_unkept(
         RemoteError: the tier is an object store that refuses to tell its steps, or fails.
     """
     # Read manifests only if a rule needs their metrics.
-    steps = read_steps(tier, ratings) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
+    steps = (
+        read_steps(tier, ratings) if rules.keep_best else [SavedStep(number, {}) for number in tier.steps()]
+    )
     deleted: list[int] = []
     unkept = [number for number, reasons in reasons_to_keep(steps, rules, pinned).items() if not reasons]
     spared = spare(unkept)

@@ -12,7 +12,7 @@ from cairn.config.base import BaseConfig, refuse_twins
 from cairn.config.environment import LABEL
 
 if TYPE_CHECKING:
-    from cairn.run.data_sets import Part
+    from cairn.run.data_sets import DataSetPart
 
 ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz|zst))?$"
 
@@ -36,7 +36,7 @@ class DataSetConfig(BaseConfig):
         return "--data.split"
 
     @property
-    def part(self) -> "Part | None":
+    def part(self) -> "DataSetPart | None":
         """The part of the split that is read; None: all of it."""
         return None
 
@@ -147,11 +147,11 @@ class SFTDataConfig(RecordsConfig):
     """What becomes of samples of more than seq_len tokens; in place of dropped records others are drawn."""
 
     @property
-    def part(self) -> "Part | None":
+    def part(self) -> "DataSetPart | None":
         """The records that are not held out."""
-        from cairn.run.data_sets import Part
+        from cairn.run.data_sets import DataSetPart
 
-        return Part(self.held_out, held_out=False) if self.held_out else None
+        return DataSetPart(self.held_out, held_out=False) if self.held_out else None
 
     @field_validator("learn")
     @classmethod
@@ -182,8 +182,8 @@ class HeldOutPart(SFTDataConfig):
     """The records that are held out of training data."""
 
     @property
-    def part(self) -> "Part":
+    def part(self) -> "DataSetPart":
         """The held-out ones."""
-        from cairn.run.data_sets import Part
+        from cairn.run.data_sets import DataSetPart
 
-        return Part(self.held_out, held_out=True)
+        return DataSetPart(self.held_out, held_out=True)

@@ -11,7 +11,7 @@ EIGHT_BIT = {"adamw8bit", "adam_8bit", "adam8bit", "adamw_bnb_8bit", "adamw_torc
 """What other programs call AdamW with 8-bit moments."""
 
 
-class State(NamedTuple):
+class StateSize(NamedTuple):
     """What an optimiser keeps of a model.
 
     what: for people. counted: whether `bytes` follows from shapes, or is a guess.
@@ -40,7 +40,7 @@ class BaseOptimizerConfig(BaseConfig):
         """Keyword arguments for the optimiser's class: the settings of its type."""
         return self.model_dump(exclude={"type", "lr", "weight_decay", "max_grad_norm"})
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """What it keeps for so many elements in decoder layers, and so many elsewhere."""
         raise NotImplementedError
 
@@ -55,9 +55,9 @@ class AdamWConfig(BaseOptimizerConfig):
     eps: float = Field(default=1e-8, gt=0)
     """adamw: term added to the denominator for numerical stability."""
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """Two moments."""
-        return State("AdamW's two moments, float32", 8 * (hidden + others))
+        return StateSize("AdamW's two moments, float32", 8 * (hidden + others))
 
 
 class AdamW8bitConfig(AdamWConfig):
@@ -66,10 +66,10 @@ class AdamW8bitConfig(AdamWConfig):
     type: Literal["adamw_8bit"] = "adamw_8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """Two moments, a byte each, and a scale for every 256 of them; small weights are too few to count."""
         elements = hidden + others
-        return State("AdamW's two moments, 8-bit", 2 * elements + 8 * elements // 256)
+        return StateSize("AdamW's two moments, 8-bit", 2 * elements + 8 * elements // 256)
 
 
 class MuonConfig(BaseOptimizerConfig):
@@ -88,9 +88,9 @@ class MuonConfig(BaseOptimizerConfig):
     eps: float = Field(default=1e-8, gt=0)
     """muon: AdamW's term for numerical stability."""
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """One moment of what lies in layers, two of the rest; the layers' vectors are too few to count."""
-        return State("Muon's momentum and AdamW's moments, float32", 4 * hidden + 8 * others)
+        return StateSize("Muon's momentum and AdamW's moments, float32", 4 * hidden + 8 * others)
 
 
 class SGDConfig(BaseOptimizerConfig):
@@ -109,9 +109,9 @@ class SGDConfig(BaseOptimizerConfig):
             raise ValueError("nesterov = true needs a momentum above 0")
         return self
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """One moment, or nothing."""
-        return State("SGD's momentum, float32", 4 * (hidden + others) if self.momentum else 0)
+        return StateSize("SGD's momentum, float32", 4 * (hidden + others) if self.momentum else 0)
 
 
 class LionConfig(BaseOptimizerConfig):
@@ -122,9 +122,9 @@ class LionConfig(BaseOptimizerConfig):
     betas: tuple[float, float] = (0.9, 0.99)
     """lion: share of the mean in the update, and its decay rate."""
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """One moment."""
-        return State("Lion's momentum, float32", 4 * (hidden + others))
+        return StateSize("Lion's momentum, float32", 4 * (hidden + others))
 
 
 class CustomOptimizerConfig(BaseOptimizerConfig):
@@ -155,9 +155,9 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
         """Keyword arguments of the class."""
         return self.args
 
-    def state(self, hidden: int, others: int) -> State:
+    def state(self, hidden: int, others: int) -> StateSize:
         """Unknown; as much as AdamW's."""
-        return State("the optimiser's state, if it is as large as AdamW's", 8 * (hidden + others), False)
+        return StateSize("the optimiser's state, if it is as large as AdamW's", 8 * (hidden + others), False)
 
 
 OPTIMIZERS: dict[str, type[BaseOptimizerConfig]] = {

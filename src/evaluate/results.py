@@ -27,7 +27,7 @@ from cairn.run.recipe import now
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationsFile:
     """The content of evaluations.json. begun: the time, which a chat template may print."""
 
     begun: str
@@ -59,7 +59,7 @@ class EvalFolder:
             )
         self._about = path / "evaluations.json"
         try:
-            asked = read_json(self._about, Asked)
+            asked = read_json(self._about, EvaluationsFile)
         except DamagedFile as error:
             self.close()
             raise UsageError(
@@ -67,7 +67,7 @@ class EvalFolder:
                 f"another --out; or, if you ask for the same evaluations with the same settings, delete "
                 f"{self._about}"
             ) from None
-        self.asked = asked or Asked(now())
+        self.asked = asked or EvaluationsFile(now())
 
     def close(self) -> None:
         """Let others use it."""
@@ -87,7 +87,7 @@ class EvalFolder:
                     f"with {earlier.get(key)!r}: give another --out, or the evaluation another name"
                 )
         known = {**self.asked.evaluations, **{name: dict(one) for name, one in evaluations.items()}}
-        self.asked = Asked(self.asked.begun, known)
+        self.asked = EvaluationsFile(self.asked.begun, known)
         write_json(self._about, asdict(self.asked), durable=True)
 
     # Results

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.tensors.source import Source
-from cairn.formats.base import Content, Exporter, Format, Stage, Verification, WriteOptions
+from cairn.checkpoint.tensors.source import TensorSource
+from cairn.formats.base import Content, Format, Stage, Verification, WritableFormat, WriteOptions
 from cairn.formats.dcp.dcp import Dcp, PrimeRl, Torchtitan
 from cairn.formats.deepspeed.deepspeed import DeepSpeed
 from cairn.formats.gguf.gguf import Gguf
@@ -26,8 +26,8 @@ __all__ = [
     "Content",
     "Exporter",
     "Format",
-    "Source",
     "Stage",
+    "TensorSource",
     "Verification",
     "WriteOptions",
     "format_of",
@@ -51,7 +51,7 @@ FORMATS: dict[str, Format] = {
     "hf": HuggingFace(),
 }
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
-EXPORTERS: dict[str, Exporter] = {
+EXPORTERS: dict[str, WritableFormat] = {
     "dcp": Dcp(),
     "deepspeed": DeepSpeed(),
     "gguf": Gguf(),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Content:
     if there is none.
     """
 
-    tensors: Mapping[str, Mapping[str, Source]]
+    tensors: Mapping[str, Mapping[str, TensorSource]]
     model: Path | None = None
     tokenizer: Path | None = None
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -108,7 +108,7 @@ It raises Damaged if that is not what was to be written.
 """
 
 
-class Exporter(Protocol):
+class WritableFormat(Protocol):
     """A format that Cairn also writes."""
 
     @property

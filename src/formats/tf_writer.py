@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cairn.checkpoint.tensors.reader import as_memory
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import pieces_of
 from cairn.formats.tf_reading import DTYPES, FOOTER_BYTES, MAGIC, crc32c, masked
 from cairn.run.files import naming
@@ -22,7 +22,7 @@ HEADER = b"\x08\x01\x1a\x02\x08\x01"
 
 def write(
     prefix: Path,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Write `<prefix>.data-00000-of-00001` and `<prefix>.index`.

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.formats.torch_file.dtensors import ALLOWED, is_tensor, joined, read_ranks
 from cairn.formats.torch_file.pickled import held
-from cairn.formats.torch_file.safe_pickle import Record, Refused, ignored
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored
 from cairn.formats.torch_file.torch_stream import Stream, read_object
 from cairn.formats.verl_places import ranks_in
 from cairn.run.files import read_json
@@ -28,7 +28,7 @@ MERGER = (
 )
 
 
-class _Opaque(Record):
+class _Opaque(PickledObject):
     """Stands for arrays of NumPy, in which random generators are stored."""
 
     def __init__(self, *_: object):
@@ -52,7 +52,7 @@ class OptimizerState:
     """What a folder holds of an optimiser: tensors by `<weight>.exp_avg`, settings by the names that Cairn's
     have, and the number of its updates; None without state."""
 
-    tensors: Mapping[str, Source]
+    tensors: Mapping[str, TensorSource]
     settings: Mapping[str, Any]
     steps: int | None
 
@@ -82,7 +82,7 @@ class ModelFolder:
             found._refuse_old()
         return found
 
-    def weights(self) -> dict[str, Source]:
+    def weights(self) -> dict[str, TensorSource]:
         """The weights by name, in the order in which the model has them.
 
         Raises:
@@ -93,7 +93,7 @@ class ModelFolder:
         adapters = [name for name in ranks[0] if "lora_" in str(name)]
         if adapters:
             self._refuse_adapter(adapters)
-        weights: dict[str, Source] = {}
+        weights: dict[str, TensorSource] = {}
         for name in _same_keys(ranks, f"{self.folder}: the weights"):
             parts = [rank[name] for rank in ranks]
             if not all(is_tensor(part) for part in parts):
@@ -102,7 +102,10 @@ class ModelFolder:
         return weights
 
     def optimizer(
-        self, weights: Mapping[str, Source], trained: Callable[[], list[str]], idle: Collection[str] = ()
+        self,
+        weights: Mapping[str, TensorSource],
+        trained: Callable[[], list[str]],
+        idle: Collection[str] = (),
     ) -> OptimizerState:
         """The state of AdamW.
 
@@ -128,7 +131,7 @@ class ModelFolder:
             raise Damaged(f"{where}: holds no state of an optimiser ({error!r})") from None
         owners = _same_keys(states, f"{where}: the optimiser's state")
         names = self._names(groups, numbers, owners, weights, trained, idle)
-        state: dict[str, Source] = {}
+        state: dict[str, TensorSource] = {}
         for owner in owners:
             if names[owner] in idle:
                 continue
@@ -159,8 +162,10 @@ class ModelFolder:
             return {}
         try:
             extra = read_object(Stream(path, 0, path.stat().st_size), _EXTRA)
-        except Refused as error:
-            raise Refused(f"{path.name}: not read, as it holds more than plain values: {error}") from None
+        except ForbiddenPickle as error:
+            raise ForbiddenPickle(
+                f"{path.name}: not read, as it holds more than plain values: {error}"
+            ) from None
         return extra if isinstance(extra, dict) else {}
 
     def _refuse_old(self) -> None:
@@ -184,7 +189,7 @@ class ModelFolder:
         paths = [folder / f"{kind}_world_size_{self.world_size}_rank_{n}.pt" for n in range(self.world_size)]
         try:
             found = read_ranks(Stream(path, 0, path.stat().st_size) for path in paths)
-        except Refused as error:
+        except ForbiddenPickle as error:
             if "sharded_tensor" in str(error):
                 self._refuse_old()
             raise
@@ -193,7 +198,7 @@ class ModelFolder:
                 raise Damaged(f"{path}: holds a {type(value).__name__} where a dictionary should be")
         return found
 
-    def _refuse_shape(self, name: str, source: Source, weight: Source) -> None:
+    def _refuse_shape(self, name: str, source: TensorSource, weight: TensorSource) -> None:
         if len(source.spec.shape) == 1 and len(weight.spec.shape) > 1:  # FSDP1's flat parameters
             self._refuse_old()
         raise CheckpointError(
@@ -206,7 +211,7 @@ class ModelFolder:
         groups: Sequence[Mapping[str, Any]],
         numbers: Sequence[Any],
         owners: Collection[Any],
-        weights: Mapping[str, Source],
+        weights: Mapping[str, TensorSource],
         trained: Callable[[], list[str]],
         idle: Collection[str],
     ) -> dict[Any, str]:
@@ -273,7 +278,7 @@ def _same_keys(ranks: Sequence[Any], what: str) -> list[Any]:
     return list(ranks[0])
 
 
-def _part(name: str, parts: Sequence[Any], where: Path) -> Source:
+def _part(name: str, parts: Sequence[Any], where: Path) -> TensorSource:
     """A tensor of the optimiser's state; a step may also be a number.
 
     Raises:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content
 from cairn.formats.common.value_head import value_names
-from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
 from cairn.formats.verl_model import ModelFolder, OptimizerState
 from cairn.formats.verl_places import Places, places_in
 from cairn.model.hub_layout import Layout, hub_layout
@@ -73,14 +73,14 @@ class _Part:
 
     source: ModelFolder
     about: Path
-    weights: Mapping[str, Source]
+    weights: Mapping[str, TensorSource]
     optimizer: OptimizerState
     stems: tuple[str, str]
     names: Mapping[str, str]
     unused: frozenset[str] = frozenset()
     section: str = ""
 
-    def tensors(self) -> dict[str, Mapping[str, Source]]:
+    def tensors(self) -> dict[str, Mapping[str, TensorSource]]:
         """By stem and name."""
         weights = {own: self.weights[name] for name, own in self.names.items()}
         state = {
@@ -105,7 +105,7 @@ class _Part:
             yield f"{folder}/ has no optimiser state: weights only"
         try:
             extra = self.source.extra()
-        except Refused as error:
+        except ForbiddenPickle as error:
             yield f"{whose}{error}"
             return
         if schedule := extra.get("lr_scheduler"):

@@ -23,21 +23,21 @@ CONSEQUENCES = ("Engine core initialization failed", "EngineCore", "cancelled", 
 
 
 @dataclass(frozen=True)
-class Reason:
+class LogReason:
     """A line of the log, and whether another start would end with the same one."""
 
     text: str
     is_final: bool
 
 
-def reason(log: str) -> Reason | None:
+def reason(log: str) -> LogReason | None:
     """The root cause that the log of a server that died names, if it names one."""
     if MODEL_REFUSED in log:
-        return Reason(MODEL_REFUSED + log.partition(MODEL_REFUSED)[2].splitlines()[0].strip(), True)
+        return LogReason(MODEL_REFUSED + log.partition(MODEL_REFUSED)[2].splitlines()[0].strip(), True)
     if argument := ARGUMENT.search(log):
-        return Reason(argument[1].strip(), True)
+        return LogReason(argument[1].strip(), True)
     lines = log.splitlines()
-    found: list[Reason] = []
+    found: list[LogReason] = []
     for number, line in enumerate(lines):
         raised = RAISED.search(line)
         if not raised or any(word in raised[2] for word in CONSEQUENCES) or "WARNING" in line:
@@ -47,5 +47,5 @@ def reason(log: str) -> Reason | None:
             text = next(iter(lines[number + 1 : number + 2]), text)
             text = re.sub(r"^.*?\.py:\d+\] ", "", text).strip()
             text = re.sub(r"^Value error, | \[type=.*$", "", text)
-        found.append(Reason(f"{kind}: {text}", kind in OF_THE_MODEL))
+        found.append(LogReason(f"{kind}: {text}", kind in OF_THE_MODEL))
     return found[0] if found else None

@@ -35,7 +35,7 @@ from cairn.launch.plan.start import Start, StartDamaged, choose_start, damaged_s
 from cairn.launch.plan.teachers import Teachers
 from cairn.launch.preemption import asking
 from cairn.launch.ray.gpus import cluster_of
-from cairn.launch.roles import Turn, run_orchestrator
+from cairn.launch.roles import RoleStart, run_orchestrator
 from cairn.launch.supervise.supervisor import run_roles
 from cairn.orchestrator.following import AttemptOver
 from cairn.run.directory import RunDirectory
@@ -264,7 +264,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
             print(notice, flush=True)
         if found.errors:
             raise UsageError("\n".join(found.errors))
-        turn = Turn("orchestrator", run)
+        turn = RoleStart("orchestrator", run)
         try:
             return run_orchestrator(of_run, attempt, of_trainer, turn, at_once=_interrupt)
         except AttemptOver as over:

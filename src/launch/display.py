@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from cairn.launch.exit_report import shorter
-from cairn.run.diagnosis import RULES, Diagnosis, Finding, Seen
+from cairn.run.diagnosis import RULES, Diagnosis, Finding, RuleInput
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
@@ -150,10 +150,10 @@ class StepDisplay:
                     yield f"{names[-1]}: {beat.doing}{lasting}"
                     break
 
-    def _seen(self, rows: Sequence[Row]) -> Seen:
+    def _seen(self, rows: Sequence[Row]) -> RuleInput:
         """What is known of the steps of this attempt."""
         own = rows[bisect_right(rows, self.start_step, key=lambda row: row["step"]) :]
-        return Seen(own, self._config, shorter(self._view.run.path))
+        return RuleInput(own, self._config, shorter(self._view.run.path))
 
     @functools.cached_property
     def _config(self) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from cairn.config.kinds import KINDS
 from cairn.launch.jobs.export import run_exporter
 from cairn.launch.jobs.upload import run_uploader
 from cairn.launch.plan.gpu_assignment import gpus_of_server
-from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
+from cairn.launch.roles import RoleStart, run_inference, run_orchestrator, run_trainer
 from cairn.launch.supervise.role_process import say_end, tell_launcher
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import answer
@@ -34,7 +34,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     kind = KINDS[attempt.command]
     config = run.read_config(kind.config)
     run = config.run_directory()
-    turn = Turn(role, run, standby=standby)
+    turn = RoleStart(role, run, standby=standby)
     of = partial(kind.of, config=config)
     runs: dict[str, Callable[[], int]] = {
         "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(kind, config)),

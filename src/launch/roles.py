@@ -29,7 +29,7 @@ TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """What an orchestrator imports last, for seconds, when it opens its model's tokenizer."""
 
 
-class Turn:
+class RoleStart:
     """When this process begins its role: at once, or, as a standby, when the launcher promotes it."""
 
     def __init__(self, role: str, run: RunDirectory, *, standby: bool = False):
@@ -67,7 +67,7 @@ class Turn:
 
 
 def run_trainer(
-    config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn, taken: Collection[str]
+    config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: RoleStart, taken: Collection[str]
 ) -> int:
     """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
@@ -97,7 +97,7 @@ def run_orchestrator(
     config: OrchestratorConfig,
     attempt: Attempt,
     run: RunDirectory,
-    turn: Turn,
+    turn: RoleStart,
     at_once: Callable[[], None] | None = None,
 ) -> int:
     """Ship batches until the trainer announces the last policy; returns the exit code.

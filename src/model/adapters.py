@@ -17,7 +17,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, FileEntry, check
 from cairn.checkpoint.step_folder import ADAPTER_CONFIG, BASE_RECORD, StepFolder
 from cairn.checkpoint.tensors.layout import TensorSpec, find_tensors
 from cairn.checkpoint.tensors.remote_ranges import away_files
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.storage_cache import whole_storage
 from cairn.model.disagreeing import unwrapped
 from cairn.model.peft_settings import adapter_settings, scaling, start_of_base
@@ -167,7 +167,7 @@ def base_folder(folder: Path, elsewhere: Path | None = None) -> Path:
     )
 
 
-def adapter_parts(folder: Path) -> dict[str, Source]:
+def adapter_parts(folder: Path) -> dict[str, TensorSource]:
     """The tensors of the adapter in `folder`, by the names of modules in memory.
 
     Raises:
@@ -179,7 +179,9 @@ def adapter_parts(folder: Path) -> dict[str, Source]:
     return {unwrapped(name.removeprefix(PREFIX), leading=False): tensor for name, tensor in bare.items()}
 
 
-def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
+def merged_weights(
+    folder: Path, base: Mapping[str, TensorSource], layout: "Layout"
+) -> dict[str, TensorSource]:
     """The weights of the base with the adapter in `folder` added, in float32, by the names in `base`.
 
     Args:
@@ -198,7 +200,7 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
     start = start_of_base(about)
     parts = adapter_parts(folder)
     pairs: dict[str, Pair] = {}
-    whole: dict[str, Source] = {}
+    whole: dict[str, TensorSource] = {}
     for name, tensor in parts.items():
         if name.endswith(".lora_A.weight"):
             module = name.removesuffix(".lora_A.weight")
@@ -219,7 +221,7 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
         raise CheckpointError(
             f"{folder}: the adapter has parts for which the base has no weights: {listed(strange)}"
         )
-    merged: dict[str, Source] = {}
+    merged: dict[str, TensorSource] = {}
     for name, source in base.items():
         place = places.get(name)
         if place is None:
@@ -261,8 +263,8 @@ FLOATS = frozenset({"F16", "BF16", "F32"})
 class Pair:
     """What an adapter adds to a weight: scaling B A, with A [rank, inputs] and B [outputs, rank]."""
 
-    a: Source
-    b: Source
+    a: TensorSource
+    b: TensorSource
     scaling: float
 
     @property
@@ -294,19 +296,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight of the base as float32, with what an adapter adds to it, if any; a `Source`.
+    """A weight of the base as float32, with what an adapter adds to it, if any; a `TensorSource`.
 
     skipped: values of `source` before the first one of this tensor. added_from: the same of `added`.
     """
 
-    source: Source
+    source: TensorSource
     spec: TensorSpec
     skipped: int = 0
     added: Pair | None = None
     added_from: int = 0
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         if self.source.spec.dtype == self.spec.dtype:
             self.source.fill(self.skipped + first, into)
         else:
@@ -317,14 +319,14 @@ class Merged:
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A weight of the base less the first product of an adapter that began as PiSSA or OLoRA; a `Source`.
+    """A weight of the base less the first product of an adapter that began as PiSSA or OLoRA.
 
-    PEFT computes the product of the base's weight when it makes the adapter, and again whenever it loads it.
-    The whole weight is in memory until all of it is read. Values are rounded to the base's data type, as in
-    PEFT.
+    A `TensorSource`. PEFT computes the product of the base's weight when it makes the adapter, and again
+    whenever it loads it. The whole weight is in memory until all of it is read. Values are rounded to the
+    base's data type, as in PEFT.
     """
 
-    source: Source
+    source: TensorSource
     start: str
     rank: int
     scaling: float
@@ -335,7 +337,7 @@ class Residual:
         return self.source.spec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         of = math.prod(self.spec.shape)
         with whole_storage(self, None, self._computed, taken=len(into), of=of) as values:
             into.copy_(values[first : first + len(into)])
@@ -357,7 +359,7 @@ class Residual:
         return (weight - self.scaling * b @ a).to(dtype_of(self.source)).view(-1)
 
 
-def _float32(source: Source, first: int, count: int) -> "torch.Tensor":
+def _float32(source: TensorSource, first: int, count: int) -> "torch.Tensor":
     import torch
 
     from cairn.checkpoint.tensors.sharded_files import dtype_of

@@ -48,7 +48,7 @@ NORMS: frozenset[Role] = frozenset(role for role in ROLES if role.endswith("norm
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelTensor:
     """One tensor of a model. kind: weight or bias. layer, expert: None where there are none."""
 
     role: Role
@@ -69,7 +69,7 @@ class Names:
     templates: Mapping[Role, str]
     bare: frozenset[Role] = field(default=frozenset(), kw_only=True)
 
-    def name(self, part: Part) -> str | None:
+    def name(self, part: ModelTensor) -> str | None:
         """The name of a part; None if the format has no such role."""
         template = self.templates.get(part.role)
         if template is None or (part.role in self.bare and part.kind != "weight"):
@@ -77,16 +77,16 @@ class Names:
         name = template.format(layer=part.layer, expert=part.expert)
         return name if part.role in self.bare else f"{name}.{part.kind}"
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> ModelTensor | None:
         """The part with a name; None if it is not in the table."""
         for role, pattern in self._patterns.items():
             if match := pattern.fullmatch(name):
                 found = match.groupdict()
                 kind = found.pop("kind", "weight")
-                return Part(role, kind, **{key: int(value) for key, value in found.items()})
+                return ModelTensor(role, kind, **{key: int(value) for key, value in found.items()})
         return None
 
-    def parts(self, names: Iterable[str], where: object) -> dict[str, Part]:
+    def parts(self, names: Iterable[str], where: object) -> dict[str, ModelTensor]:
         """The parts with these names.
 
         Args:

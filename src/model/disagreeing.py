@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.layout import find_tensors
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.model.described import about_model
 
 UNQUANTIZED = frozenset({"F64", "F32", "F16", "BF16", "BOOL", "I64"})
@@ -61,7 +61,7 @@ def without_quantization(about: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def is_quantized(found: Mapping[str, Source]) -> bool:
+def is_quantized(found: Mapping[str, TensorSource]) -> bool:
     """Whether some of a model's matrices are stored as whole numbers, or in eight bits or fewer."""
     # Masks of old files are bytes, too, and have four dimensions.
     return any(len(one.spec.shape) in (2, 3) and one.spec.dtype not in UNQUANTIZED for one in found.values())

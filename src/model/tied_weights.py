@@ -6,14 +6,14 @@ from collections.abc import Mapping
 import torch
 
 from cairn.checkpoint.tensors.dtypes import DTYPES
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.model.hub_layout import Layout
 
 VALUES = 1 << 22
 """Values of two tensors that are compared at a time."""
 
 
-def tied_apart(found: Mapping[str, Source], layout: Layout) -> tuple[list[str], dict[str, str]]:
+def tied_apart(found: Mapping[str, TensorSource], layout: Layout) -> tuple[list[str], dict[str, str]]:
     """The tensors that the model ties to others which are there, too.
 
     Returns:
@@ -37,13 +37,13 @@ def tied_apart(found: Mapping[str, Source], layout: Layout) -> tuple[list[str], 
     return copies, apart
 
 
-def is_copy(name: str, parts: Mapping[str, Source], layout: Layout) -> bool:
+def is_copy(name: str, parts: Mapping[str, TensorSource], layout: Layout) -> bool:
     """Whether a tensor, by transformers' name, is a copy of one in `parts` to which the model ties it."""
     of = layout.tied_in_memory.get(name)
     return name in parts and of is not None and of in parts and same_values(parts[name], parts[of])
 
 
-def same_values(one: Source, other: Source) -> bool:
+def same_values(one: TensorSource, other: TensorSource) -> bool:
     """Whether two tensors have the same shape and values, whatever their data types.
 
     Raises:

@@ -53,7 +53,7 @@ class _Prefix:
 
 
 @dataclass(frozen=True)
-class Context:
+class TokenContext:
     """The tokens that the server shall continue.
 
     branch: number of the branch, counted from 0 in the order of `Conversation.next`. kept: number of leading
@@ -134,7 +134,7 @@ class Conversation:
         self.malformed_calls: int | None = None
         """Answers in which a call begins that can't be read; None if the model never had tools to call."""
 
-    def next(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Context:
+    def next(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> TokenContext:
         """The context of the next call to the model.
 
         Args:
@@ -154,7 +154,7 @@ class Conversation:
         if token_ids is None:
             token_ids = np.asarray(self._chat.prompt(messages, tools), np.int32)
         self._last = branch, token_ids
-        return Context(branch, kept, token_ids, tools, histories[-1], _hash(text), len(text))
+        return TokenContext(branch, kept, token_ids, tools, histories[-1], _hash(text), len(text))
 
     def _longer(
         self,
@@ -186,7 +186,7 @@ class Conversation:
         return turn.branch, turn.end, context
 
     def sampled(
-        self, context: Context, token_ids: Sequence[int], stopped: Stopped | None = None
+        self, context: TokenContext, token_ids: Sequence[int], stopped: Stopped | None = None
     ) -> dict[str, Any]:
         """The assistant's message that a whole answer says; the branch can go on behind it from now on.
 
@@ -359,7 +359,7 @@ class _Marks:
         return text
 
 
-def _message(answer: Answer, context: Context, token_ids: Sequence[int]) -> dict[str, Any]:
+def _message(answer: Answer, context: TokenContext, token_ids: Sequence[int]) -> dict[str, Any]:
     """The message of an answer; ids of its calls that the model did not write are derived from its tokens."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.reasoning:

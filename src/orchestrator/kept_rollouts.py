@@ -73,7 +73,7 @@ KEY = ("step", "place", "sample")
 
 
 @dataclass(frozen=True)
-class Origin:
+class RolloutOrigin:
     """Which attempt of which run wrote a file; it is in the file's metadata."""
 
     run_id: str
@@ -110,7 +110,7 @@ class KeptRollouts:
         """
         if not gigabytes:
             return
-        origin = Origin(attempt.run_id, attempt.branch, attempt.id)
+        origin = RolloutOrigin(attempt.run_id, attempt.branch, attempt.id)
         table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(origin.metadata()))
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")

@@ -10,7 +10,7 @@ from cairn.config.sampling import checked_stop
 from cairn.orchestrator.environments import Reply, Snapshot
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
-from cairn.orchestrator.program_run import Run
+from cairn.orchestrator.program_run import ProgramRun
 from cairn.orchestrator.rollouts import Call
 from cairn.run.output import writable
 
@@ -18,7 +18,7 @@ from cairn.run.output import writable
 class ProgramModel:
     """The `Model` of a run, for the program, which is on another event loop."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: ProgramRun):
         self.seed = run.rollout.seed
         self._run = run
         self._loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from cairn.orchestrator.answers import AnswerParser
 from cairn.orchestrator.completing import Completer, PromptRefused
-from cairn.orchestrator.conversation import Context, Conversation, Tokens
+from cairn.orchestrator.conversation import Conversation, TokenContext, Tokens
 from cairn.orchestrator.environments import (
     MALFORMED_CALLS,
     EnvironmentFailed,
@@ -39,7 +39,7 @@ LAST_SECONDS = 5.0
 """How long a program that was cancelled is waited for."""
 
 
-class Run:
+class ProgramRun:
     """One program from its start to its end."""
 
     def __init__(self, runner: Completer[Programs], parser: AnswerParser, group: AnswerGroup, sample: int):
@@ -325,7 +325,7 @@ class Run:
             self._over.set_exception(error)
         raise error
 
-    def _longest(self, context: Context, max_tokens: int | None) -> int:
+    def _longest(self, context: TokenContext, max_tokens: int | None) -> int:
         """Maximum tokens of an answer: what the program and the configuration allow, and the servers hold."""
         longest, limit = self.runner.config.sampling.max_tokens, self.runner.servers.max_model_len
         if max_tokens is not None:
@@ -337,7 +337,7 @@ class Run:
         return min(longest, max(limit - len(context.token_ids), 0))
 
     async def _sample(
-        self, context: Context, turn: Turn, longest: int, stops: Sequence[int], watch: StopWatch
+        self, context: TokenContext, turn: Turn, longest: int, stops: Sequence[int], watch: StopWatch
     ) -> None:
         """Sample and record the next piece of a turn, whose tokens so far the watch has seen; none if the
         servers' context is full.
@@ -417,7 +417,7 @@ class _Waiting(AbstractContextManager[None]):
     event loop any more.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: ProgramRun):
         self._run = run
 
     def __enter__(self) -> None:
@@ -428,7 +428,7 @@ class _Waiting(AbstractContextManager[None]):
 
 
 def request_digest(
-    context: Context, max_tokens: int | None, stops: Sequence[int], strings: Sequence[str] = ()
+    context: TokenContext, max_tokens: int | None, stops: Sequence[int], strings: Sequence[str] = ()
 ) -> str:
     """A digest of what is asked: the tokens of the context, and how the answer ends."""
     digest = hashlib.blake2b(context.token_ids.astype("<i4", copy=False).data, digest_size=16)

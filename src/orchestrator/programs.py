@@ -12,7 +12,7 @@ from cairn.orchestrator.answers import AnswerParser, PlainText, VllmParser
 from cairn.orchestrator.completing import Completer
 from cairn.orchestrator.environments import Programs
 from cairn.orchestrator.program_model import ProgramModel
-from cairn.orchestrator.program_run import Run
+from cairn.orchestrator.program_run import ProgramRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.faults import fault_point
 from cairn.run.noted_calls import UserCall
@@ -60,7 +60,7 @@ class ProgramRunner(Completer[Programs]):
 
         async def attempt() -> None:
             await self.pacing.turn()  # as it reads what is recorded
-            run = Run(self, self.parser, group, sample)
+            run = ProgramRun(self, self.parser, group, sample)
             await run.to_its_end(ProgramModel(run))
 
         try:

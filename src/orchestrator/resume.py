@@ -14,7 +14,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.remade import note_lost
 from cairn.orchestrator.servers import PolicyServers
-from cairn.orchestrator.sources import Source, problems_of
+from cairn.orchestrator.sources import PromptSource, problems_of
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_up(
-    config: OrchestratorConfig, attempt: Attempt, sources: list[Source], servers: PolicyServers
+    config: OrchestratorConfig, attempt: Attempt, sources: list[PromptSource], servers: PolicyServers
 ) -> OrchestratorState:
     """Take up the run at the step that `attempt` starts from, plus what the ledger has recorded since.
 
@@ -60,7 +60,7 @@ def first_policy(config: OrchestratorConfig, attempt: Attempt) -> Path:
     return StepFolder(attempt.resume_from).model if attempt.resume_from else Path(config.model.name)
 
 
-def _whose_ledger(config: OrchestratorConfig, attempt: Attempt, sources: list[Source]) -> LedgerRun:
+def _whose_ledger(config: OrchestratorConfig, attempt: Attempt, sources: list[PromptSource]) -> LedgerRun:
     return LedgerRun(
         run_id=attempt.run_id,
         branch=attempt.branch,

@@ -11,7 +11,7 @@ from cairn.orchestrator.overlong import Overlong, make_overlong
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """One environment of the run. `config`: the settings by which its prompts are answered."""
 
     config: OrchestratorConfig
@@ -32,7 +32,7 @@ class Source:
         return Portion(self.label, self.environment.problems, self.weight, samples)
 
 
-def make_sources(config: OrchestratorConfig) -> list[Source]:
+def make_sources(config: OrchestratorConfig) -> list[PromptSource]:
     """The run's environments, in the order of the configuration.
 
     Raises:
@@ -41,7 +41,7 @@ def make_sources(config: OrchestratorConfig) -> list[Source]:
     """
     weights = [one.weight for one in config.environments] or [1.0]
     return [
-        Source(
+        PromptSource(
             one,
             weight,
             ask(make_environment(one.environment), one),
@@ -52,6 +52,6 @@ def make_sources(config: OrchestratorConfig) -> list[Source]:
     ]
 
 
-def problems_of(sources: Sequence[Source]) -> int:
+def problems_of(sources: Sequence[PromptSource]) -> int:
     """The number of problems of all environments."""
     return sum(source.environment.problems for source in sources)

@@ -13,7 +13,7 @@ from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import PolicyServers
-from cairn.orchestrator.sources import Source
+from cairn.orchestrator.sources import PromptSource
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import ShippedBatch
@@ -96,7 +96,7 @@ class OrchestratorState:
     store: CheckpointStore
     recipe: dict[str, Any]
     """The orchestrator's part of the run's recipe."""
-    sources: list[Source]
+    sources: list[PromptSource]
     """Its environments; an `AnswerGroup` has the number of its own."""
     servers: PolicyServers
     ledger: Ledger
@@ -106,7 +106,7 @@ class OrchestratorState:
     policy: ServedPolicy = field(default_factory=ServedPolicy)
     disk: Disk = field(default_factory=Disk)
 
-    def source(self, group: AnswerGroup) -> Source:
+    def source(self, group: AnswerGroup) -> PromptSource:
         """The environment of a group."""
         return self.sources[group.environment]
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, Manifest, split_step
 from cairn.checkpoint.tiers import Tier
-from cairn.remote.client.upload_body import Chunk, Place, chunks_of
+from cairn.remote.client.upload_body import Chunk, ObjectRange, chunks_of
 from cairn.run.errors import UsageError
 from cairn.run.object_store import RemoteError
 
@@ -22,7 +22,7 @@ class Known:
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, tuple[str, ...]], str] = {}
-        self._chunks: dict[Chunk, Place] = {}
+        self._chunks: dict[Chunk, ObjectRange] = {}
 
     def add(self, url: str, manifest: Manifest, *, files: bool) -> None:
         """Add the chunks of a step below `url`, and its whole files if that is where the upload goes."""
@@ -32,19 +32,19 @@ class Known:
                 self._files[_content(entry)] = name
             if entry.size > CHUNK_BYTES:  # S3 copies no ranges of small objects
                 for number, chunk in enumerate(chunks_of(entry)):
-                    self._chunks[chunk] = Place(url, name, number * CHUNK_BYTES)
+                    self._chunks[chunk] = ObjectRange(url, name, number * CHUNK_BYTES)
 
     def file(self, entry: FileEntry) -> str | None:
         """The name of an object with this content that one request copies."""
         return self._files.get(_content(entry)) if WORTH_COPYING <= entry.size <= MOST_COPIED else None
 
-    def place(self, chunks: Sequence[Chunk]) -> Place | None:
+    def place(self, chunks: Sequence[Chunk]) -> ObjectRange | None:
         """Where these chunks lie in a row; None if that is not known."""
         start, at = None, 0
         for chunk in chunks:
             found = self._chunks.get(chunk)
             start, at = (found, found.first) if found and start is None else (start, at)
-            if found is None or start is None or found != Place(start.url, start.name, at):
+            if found is None or start is None or found != ObjectRange(start.url, start.name, at):
                 return None
             at += chunk[1]
         return start

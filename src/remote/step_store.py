@@ -21,7 +21,7 @@ from cairn.checkpoint.tensors.compression import check_tables
 from cairn.remote import catalog, chunks
 from cairn.remote.client.listing import Listed
 from cairn.remote.client.objects import Objects
-from cairn.remote.client.upload_body import Content, OnBytes
+from cairn.remote.client.upload_body import OnBytes, UploadBody
 from cairn.remote.client.upload_journal import Sent
 from cairn.remote.dedup import known_there
 from cairn.remote.prefix_lease import CLAIM, Claims
@@ -223,7 +223,9 @@ class RemoteStore(Claims):
                 on_bytes(entry.size)
             else:
                 path = folder / name
-                content = Content(path, entry, pace=pace, on_bytes=on_bytes, guard=guard, known=known.place)
+                content = UploadBody(
+                    path, entry, pace=pace, on_bytes=on_bytes, guard=guard, known=known.place
+                )
                 if entry.size <= CHUNK_BYTES:
                     data = b"".join(content.pieces())
                     guard()

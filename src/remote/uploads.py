@@ -16,7 +16,7 @@ from typing import Any
 
 from cairn.checkpoint.eval_metrics import ratings_in
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
+from cairn.checkpoint.retention import SavedStep, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.remote.client.upload_body import OnBytes
@@ -146,13 +146,13 @@ class RunUploads:
             pinned, ratings = pins(self.store), ratings_in(self.store.root)
         except CheckpointError:  # retention deletes nothing either
             return steps
-        found: list[Step] = []
+        found: list[SavedStep] = []
         for step in steps:
             metrics: Mapping[str, Any] = {}
             if rules.keep_best is not None:
                 with contextlib.suppress(CheckpointError):
                     metrics = ratings.metrics(self.store.manifest(step))
-            found.append(Step(step, metrics, ratings))
+            found.append(SavedStep(step, metrics, ratings))
         return {step for step, reasons in reasons_to_keep(found, rules, pinned).items() if reasons}
 
     def waiting(self) -> list[int]:

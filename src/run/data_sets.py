@@ -35,8 +35,8 @@ __all__ = [
     "UNREADABLE",
     "BadRecord",
     "Check",
+    "DataSetPart",
     "DataSource",
-    "Part",
     "Record",
     "RecordStream",
     "Records",
@@ -57,7 +57,7 @@ __all__ = [
 _SPLIT = re.compile(r"([\w.-]+)(\[[^\]]*\])?")
 
 
-class Part(NamedTuple):
+class DataSetPart(NamedTuple):
     """One of two parts of a data set: the records that are held out, by a draw of their own, or the others.
 
     share: of the records that is held out; at least one is. held_out: whether these are the part.
@@ -85,7 +85,7 @@ class DataSource(Protocol):
     def name(self) -> str: ...
 
     @property
-    def part(self) -> Part | None: ...
+    def part(self) -> DataSetPart | None: ...
 
     @property
     def split(self) -> str: ...
@@ -155,7 +155,7 @@ def what_is_read(source: DataSource) -> str | None:
 class _Part:
     """Records that are a part of a data set, which messages number within the part."""
 
-    def __init__(self, records: Records, name: str, part: Part):
+    def __init__(self, records: Records, name: str, part: DataSetPart):
         self._records, self._name, self._part = records, name, part
         self.columns = records.columns
 

@@ -78,7 +78,7 @@ class Charges:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunningCall:
     """A call in progress, as another process reads it. threads: identifiers of those that execute its code:
     Python's and the kernel's."""
 
@@ -277,7 +277,9 @@ def use_up(call: UserCall) -> None:
         write_json(_charges_path, vars(_charges))
 
 
-def charge(path: Path, pid: int | None, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[Found]:
+def charge(
+    path: Path, pid: int | None, how: str, *, sure: bool, suspects: Sequence[int] = ()
+) -> list[RunningCall]:
     """Charge the calls to blame for a process's death with a failed try; the record is removed.
 
     If it is known which threads are to blame, that is the calls which these executed; else all that were
@@ -307,7 +309,7 @@ def charge(path: Path, pid: int | None, how: str, *, sure: bool, suspects: Seque
     return guilty
 
 
-def read(path: Path, pid: int | None = None) -> list[Found]:
+def read(path: Path, pid: int | None = None) -> list[RunningCall]:
     """The calls in progress that a process has noted, oldest first; None: any process."""
     try:
         content = path.read_bytes()
@@ -320,12 +322,12 @@ def read(path: Path, pid: int | None = None) -> list[Found]:
         ident, native, number = _THREAD.unpack_from(content, at)
         if number:
             threads.setdefault(number - 1, []).append((ident, native))
-    found: list[Found] = []
+    found: list[RunningCall] = []
     for number in range(CALLS):
         since, key, about, text = _CALL.unpack_from(content, _CALLS_AT + number * _CALL.size)
         if since:
             words = text.rstrip(b"\0").decode(errors="ignore")
-            found.append(Found(key.hex(), about.hex(), words, since, threads.get(number, [])))
+            found.append(RunningCall(key.hex(), about.hex(), words, since, threads.get(number, [])))
     return sorted(found, key=lambda call: call.since)
 
 

@@ -46,7 +46,7 @@ class RoleStatus:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """What a run directory said at one moment, `time`, in seconds since 1970."""
 
     path: Path
@@ -161,14 +161,14 @@ class RunView:
         """The newest sign of life of whoever has `role`."""
         return read_note(self.run.heartbeat(role), Beat)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RunSnapshot:
         """Everything.
 
         Raises:
             DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
         """
         entries, beats = self.run.current_roles() or {}, self.run.beats()
-        return Snapshot(
+        return RunSnapshot(
             path=self.run.path,
             time=time.time(),
             checkpoints=self.checkpoints(),

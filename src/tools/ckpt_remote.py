@@ -19,7 +19,7 @@ from cairn.checkpoint.manifest import (
     load_manifest,
     split_step,
 )
-from cairn.checkpoint.retention import PINS, Step, read_steps, reasons_to_keep
+from cairn.checkpoint.retention import PINS, SavedStep, read_steps, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.remote import Objects, RemoteStore
@@ -215,12 +215,12 @@ def _debris(remote: RemoteStore) -> list[Leftovers]:
     return [left for left in leftovers(remote) if left.newest < since and left.step not in busy]
 
 
-def _with_metrics(remote: RemoteStore, rules: CkptConfig) -> list[Step]:
+def _with_metrics(remote: RemoteStore, rules: CkptConfig) -> list[SavedStep]:
     """The remote steps, with metrics if a rule needs them."""
     if rules.keep_best is None:
-        return [Step(number, {}) for number in remote.steps()]
+        return [SavedStep(number, {}) for number in remote.steps()]
     if rules.metric in LISTED_METRICS:
-        return [Step(row["step"], row["metrics"]) for row in remote.summaries()]
+        return [SavedStep(row["step"], row["metrics"]) for row in remote.summaries()]
     return read_steps(remote, _ratings(remote))
 
 

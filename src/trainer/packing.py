@@ -122,7 +122,7 @@ class BatchCounts:
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdateBatch:
     """What one update of the weights learns from.
 
     micros: this rank's micro-batches. counts: of the micro-batches of all ranks.
@@ -141,7 +141,7 @@ class RankBatch:
     scored: this rank's micro-batches of what is scored before the step, and not learned from.
     """
 
-    parts: list[Part]
+    parts: list[UpdateBatch]
     updates: int
     temperature: float
     counts: BatchCounts
@@ -176,7 +176,7 @@ def make_rank_batch(
     together = batch.together
     rows_of = arrange or shared_rows
     mini_batches = max(1, min(mini_batches, len(batch.samples) // together))
-    parts: list[Part] = []
+    parts: list[UpdateBatch] = []
     for number in range(mini_batches):
         starts = range(number * together, len(batch.samples), mini_batches * together)
         whole = [sample for start in starts for sample in batch.samples[start : start + together]]
@@ -200,7 +200,7 @@ def make_rank_batch(
             computed=sum(computed_tokens(group, samples) for group in groups),
             lost=sum(int(np.count_nonzero(sample.loss_mask[config.seq_len :])) for sample in whole),
         )
-        parts.append(Part(micros, counts))
+        parts.append(UpdateBatch(micros, counts))
     scored = (
         make_micro_batches(
             [sample.cut(config.seq_len) for sample in batch.scored],

@@ -19,7 +19,7 @@ class TrainingDiverged(CairnError):
 
 
 @dataclass
-class Seen:
+class SpikeStatistics:
     """What the guard knows: running means of applied updates, how many these are, and what was skipped.
 
     skipped: since the run's start. in_a_row: those of them after which none was applied.
@@ -38,7 +38,7 @@ class SpikeGuard:
     def __init__(self, config: SpikeConfig):
         """Begin without knowledge."""
         self._config = config
-        self._seen = Seen()
+        self._seen = SpikeStatistics()
 
     def saved(self) -> dict[str, float] | None:
         """What a checkpoint holds; None if the guard is off."""
@@ -48,7 +48,7 @@ class SpikeGuard:
         """Go on from what a checkpoint holds; from nothing if its run had no guard."""
         numbers = dict(saved or {})
         whole = {name: int(numbers[name]) for name in ("applied", "skipped", "in_a_row") if name in numbers}
-        self._seen = Seen(**{**numbers, **whole})
+        self._seen = SpikeStatistics(**{**numbers, **whole})
 
     def spike_in(self, metrics: Mapping[str, float], what: str, known: str | None = None) -> str | None:
         """Why an update is to be left out; None if it is not.

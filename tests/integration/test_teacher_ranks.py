@@ -16,7 +16,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
-from cairn.trainer.frozen.teachers import Teachers
+from cairn.trainer.frozen.teachers import TeacherModels
 from cairn.trainer.losses import make_loss
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch
@@ -48,7 +48,7 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
     state.begin(start)
     state.check_model()
     sums = {str(one): sums_of(weight_files(one)) for one in (start, teacher)}
-    teachers = Teachers(config, group, state.scorer, sums)
+    teachers = TeacherModels(config, group, state.scorer, sums)
     for copy in teachers._copies.values():
         parameters = list(copy.scorer.model.parameters())
         assert all(isinstance(one, DTensor) for one in parameters) == (ranks > 1), "as the policy"

@@ -8,10 +8,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
-from cairn.formats.common.tensor_views import Joined, RotaryRows, Run, Section
+from cairn.checkpoint.tensors.source import TensorSource
+from cairn.formats.common.tensor_views import Joined, RotaryRows, TensorSection, ValueRange
 from cairn.formats.torch_file.pickled import HeldTensor
-from cairn.model.architectures import ARCHITECTURES, Names, Part, architecture_of, sizes_of
+from cairn.model.architectures import ARCHITECTURES, ModelTensor, Names, architecture_of, sizes_of
 from cairn.model.hub_layout import hub_layout
 
 FAMILIES = [*ARCHITECTURES, "llama_bias", "qwen3_tied"]
@@ -21,7 +21,7 @@ def held(tensor: torch.Tensor) -> HeldTensor:
     return HeldTensor(tensor, TensorSpec("x", "F32", tuple(tensor.shape)))
 
 
-def values(source: Source, piece: int) -> torch.Tensor:
+def values(source: TensorSource, piece: int) -> torch.Tensor:
     """A whole tensor, read in pieces of so many values."""
     whole = torch.full(source.spec.shape, torch.nan)
     flat = whole.view(-1)
@@ -47,16 +47,16 @@ def test_sizes(family: str):
     config = make_config(family)
     architecture, places, sizes = architecture_of(config), hub_layout(config).places, sizes_of(config)
     parts = {architecture.part(name): place.shape for name, place in places.items()}
-    assert parts[Part("embedding")] == (sizes.vocabulary, sizes.hidden)
-    assert parts[Part("attention.query", layer=sizes.layers - 1)] == (
+    assert parts[ModelTensor("embedding")] == (sizes.vocabulary, sizes.hidden)
+    assert parts[ModelTensor("attention.query", layer=sizes.layers - 1)] == (
         sizes.heads * sizes.head,
         sizes.hidden,
     )
-    assert parts[Part("attention.key", layer=0)] == (sizes.kv_heads * sizes.head, sizes.hidden)
-    assert sizes.tied == (Part("head") not in parts)
-    assert (Part("router", layer=0) in parts) == bool(sizes.experts)
+    assert parts[ModelTensor("attention.key", layer=0)] == (sizes.kv_heads * sizes.head, sizes.hidden)
+    assert sizes.tied == (ModelTensor("head") not in parts)
+    assert (ModelTensor("router", layer=0) in parts) == bool(sizes.experts)
     if sizes.experts:
-        assert Part("expert.up", layer=0, expert=sizes.experts - 1) in parts
+        assert ModelTensor("expert.up", layer=0, expert=sizes.experts - 1) in parts
 
 
 def test_what_has_no_role_is_listed():
@@ -69,7 +69,7 @@ def test_what_has_no_role_is_listed():
         architecture_of(AutoConfig.for_model("phi"))
     with pytest.raises(CheckpointError, match=r"type 'gemma'.*these have: llama, qwen3"):
         architecture_of(AutoConfig.for_model("gemma"), ("llama", "qwen3"))
-    assert Names({"mlp.up": "blk.{layer}.ffn_up"}).name(Part("router", layer=0)) is None
+    assert Names({"mlp.up": "blk.{layer}.ffn_up"}).name(ModelTensor("router", layer=0)) is None
 
 
 @pytest.mark.parametrize("piece", [1, 5, 7, 24, 1000])
@@ -78,11 +78,11 @@ def test_runs_of_other_tensors(piece: int):
     one, two = torch.arange(24.0).view(4, 6), torch.arange(100.0, 112.0).view(2, 6)
     joined = Joined.of("y", [held(one), held(two)], (6, 6))
     assert torch.equal(values(joined, piece), torch.cat([one, two]))
-    runs = (Run(held(two), 6, 6), Run(held(one), 12, 6))
+    runs = (ValueRange(held(two), 6, 6), ValueRange(held(one), 12, 6))
     assert torch.equal(
         values(Joined(runs, TensorSpec("y", "F32", (2, 6))), piece), torch.stack([two[1], one[2]])
     )
-    cut = Section(joined, 12, TensorSpec("y", "F32", (3, 6)))
+    cut = TensorSection(joined, 12, TensorSpec("y", "F32", (3, 6)))
     assert torch.equal(values(cut, piece), torch.cat([one[2:], two[:1]]))
 
 

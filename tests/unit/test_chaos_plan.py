@@ -19,20 +19,20 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.remote.client.upload_journal import Sent
 from cairn.run.faults import POINTS
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmount
-from cairn.tools.chaos.plan import OF_LARGE_FILES, SMALL_FILES, Disaster, Setting, draw
+from cairn.tools.chaos.plan import OF_LARGE_FILES, SMALL_FILES, ChaosSettings, Disaster, draw
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import GENERATE, Proxy
 from cairn.tools.chaos.run import ChaosRun
-from cairn.tools.chaos.task import Result, Task
+from cairn.tools.chaos.task import ChaosTask, Result
 
-SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
+SFT = ChaosSettings(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)
 RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
 REMOTE = replace(RL, remote=True)
 PREFERENCES = replace(SFT, reference=True, validated=True)
 
 
-def plans(setting: Setting) -> list[list[Disaster]]:
+def plans(setting: ChaosSettings) -> list[list[Disaster]]:
     """Checked for the plans of many seeds."""
     return [draw(random.Random(seed), setting) for seed in range(500)]
 
@@ -160,7 +160,7 @@ def test_a_full_disk_takes_no_byte_until_it_is_repaired(run: "ChaosRun"):
 def test_a_lost_machine_leaves_the_remote_steps_only(tmp_path: Path, first: str):
     """No process, no file; the run goes on in another folder, from the newest remote step or a later one."""
     (tmp_path / "here").mkdir()
-    run = ChaosRun(Task(["sft"], replace(SFT, remote=True)), [], tmp_path / "it is", random.Random(0))
+    run = ChaosRun(ChaosTask(["sft"], replace(SFT, remote=True)), [], tmp_path / "it is", random.Random(0))
     assert run.remote
     remote, before = run.remote, run.path
     checkpoints = run.run.checkpoints
@@ -194,7 +194,7 @@ def test_a_lost_machine_leaves_the_remote_steps_only(tmp_path: Path, first: str)
 @pytest.mark.parametrize("damage", ["flipped", "absent"])
 def test_remote_steps_are_checked(tmp_path: Path, damage: str):
     """Each byte of all; and the last step must be there at the end."""
-    run = ChaosRun(Task(["sft"], replace(SFT, remote=True)), [], tmp_path / "here", random.Random(0))
+    run = ChaosRun(ChaosTask(["sft"], replace(SFT, remote=True)), [], tmp_path / "here", random.Random(0))
     assert run.remote
     last = SFT.last_step if damage == "flipped" else SFT.last_step - 1
     folder, manifest = make_step(run.run.checkpoints, last, {"a": b"1"})
@@ -302,7 +302,7 @@ def run(tmp_path: Path) -> ChaosRun:
     """A finished run of two steps, identical to the undisturbed one."""
     row = {"step": 1, "loss": 0.5, "time/step": 1.0}
     calm = Result(tmp_path, rows=[row, row | {"step": 2, "time/step": 2.0}], tensors={"model": "crc"})
-    task = Task(["sft"], SFT, proxy=None, calm=calm)
+    task = ChaosTask(["sft"], SFT, proxy=None, calm=calm)
     run = ChaosRun(task, [], tmp_path / "run", random.Random(0))
     run.result.rows = [row, row | {"step": 2}]
     run.result.tensors = {"model": "crc"}

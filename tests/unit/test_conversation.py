@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from cairn.orchestrator import conversation
 from cairn.orchestrator.answers import Answer, ToolCall
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Context, Conversation
+from cairn.orchestrator.conversation import Conversation, TokenContext
 from cairn.orchestrator.histories import Histories
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -38,7 +38,7 @@ class Told:
 class Recorded(dict[int, Any]):
     """The tokens of each branch, as the ledger has them."""
 
-    def answered(self, context: Context, token_ids: Sequence[int]) -> None:
+    def answered(self, context: TokenContext, token_ids: Sequence[int]) -> None:
         """Add a context and its answer."""
         before = self.get(context.branch, ())[: context.kept]
         self[context.branch] = np.asarray([*before, *context.appended, *token_ids], np.int32)
@@ -54,7 +54,7 @@ class Rollout:
         self.messages: list[dict[str, Any]] = [QUESTION]
         self.context = self.conversation.next(self.messages, tools)
 
-    def answer(self, token_ids: Sequence[int], answer: Answer, new: Sequence[dict[str, Any]]) -> Context:
+    def answer(self, token_ids: Sequence[int], answer: Answer, new: Sequence[dict[str, Any]]) -> TokenContext:
         """Give the answer, add the new messages, and return the next context."""
         self.told.answer = answer
         self.recorded.answered(self.context, token_ids)

@@ -34,7 +34,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, StepFolder
 from cairn.checkpoint.tensors import reader
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.reader import Piece
+from cairn.checkpoint.tensors.reader import ReadRange
 from cairn.formats import EXPORTERS, format_of, no_progress
 from cairn.formats.base import WriteOptions
 from cairn.formats.common.match_layout import in_memory, state_of
@@ -43,7 +43,7 @@ from cairn.formats.dcp.dcp_fused import cut, fused_parts
 from cairn.formats.dcp.dcp_metadata import DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_programs import FILE_NAME
 from cairn.formats.torch_file.pickled import held, load_pickled, source_of
-from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
 from cairn.formats.torch_file.torch_stream import Stream, read_value
 from cairn.formats.transfer.export_step import content_of_step, export
 from cairn.formats.transfer.import_step import import_checkpoint
@@ -271,7 +271,7 @@ def test_code_in_metadata_does_not_run(plain: Path):
     ):
         metadata.planner_data = Runs(function, f"touch {marker}")
         (plain / FILE_NAME).write_bytes(pickle.dumps(metadata))
-        with pytest.raises(Refused, match=f"names {name}, which is not allowed"):
+        with pytest.raises(ForbiddenPickle, match=f"names {name}, which is not allowed"):
             Dcp().read(plain)
     assert not marker.exists()
 
@@ -281,7 +281,7 @@ def test_code_in_a_value_does_not_run(tmp_path: Path):
     marker = tmp_path / "marker"
     path = tmp_path / "value"
     torch.save({"lr": Runs(os.system, f"touch {marker}")}, path)
-    with pytest.raises(Refused, match=r"names posix\.system"):
+    with pytest.raises(ForbiddenPickle, match=r"names posix\.system"):
         read_value(Stream(path, 0, path.stat().st_size))
     assert not marker.exists()
 
@@ -411,7 +411,7 @@ def test_a_storage_in_another_order_is_read_once(tmp_path: Path, monkeypatch: py
         source = source_of("b", load_pickled(tmp_path / "b.pt")["b"], tmp_path)
     read: list[int] = []
 
-    def noted(pieces: list[Piece], read_pieces: Callable[..., object] = reader.read_pieces) -> None:
+    def noted(pieces: list[ReadRange], read_pieces: Callable[..., object] = reader.read_pieces) -> None:
         read.extend(piece.target.numel() for piece in pieces)
         read_pieces(pieces)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.run.diagnosis import RULES, Diagnosis, Finding, Seen, findings
+from cairn.run.diagnosis import RULES, Diagnosis, Finding, RuleInput, findings
 from cairn.run.diagnosis.rule import percent
 
 HEALTHY = {
@@ -55,7 +55,7 @@ def rows(count: int, base: dict[str, Any] = HEALTHY, **changed: Any) -> list[dic
 
 def found(seen: list[dict], config: dict | None = None) -> dict[str, Finding]:
     """What is found in rows, by rule."""
-    return {one.rule: one for one in findings(RULES, Seen(seen, config or {}, "outputs/rl"))}
+    return {one.rule: one for one in findings(RULES, RuleInput(seen, config or {}, "outputs/rl"))}
 
 
 def mixed(one: dict, other: dict) -> dict:
@@ -213,7 +213,7 @@ def test_a_thing_is_said_once_and_again_only_when_it_gets_clearly_worse():
     for step in range(1, 41):
         unlearned = 0 if step <= 10 else 7 if step <= 25 else 8
         seen.append({"step": step, **HEALTHY, "groups/unlearned": unlearned})
-        said += [(step, one.level) for one in diagnosis.news(Seen(seen))]
+        said += [(step, one.level) for one in diagnosis.news(RuleInput(seen))]
     assert len(said) == 2
     assert [level for _, level in said] == [1, 2]
     assert 10 < said[0][0] <= 25 < said[1][0]
@@ -222,12 +222,12 @@ def test_a_thing_is_said_once_and_again_only_when_it_gets_clearly_worse():
 def test_at_the_end_the_numbers_are_those_of_all_steps():
     """What has passed is no matter any more."""
     diagnosis, seen = Diagnosis(RULES), rows(4, **{"rollout/cut_off": 1.0})
-    assert [one.rule for one in diagnosis.news(Seen(seen))] == ["cut off"]
+    assert [one.rule for one in diagnosis.news(RuleInput(seen))] == ["cut off"]
     seen += [{"step": step, **HEALTHY} for step in range(5, 40)]
-    assert diagnosis.news(Seen(seen)) == diagnosis.outcome(Seen(seen)) == []
+    assert diagnosis.news(RuleInput(seen)) == diagnosis.outcome(RuleInput(seen)) == []
     seen = rows(20)
     seen[4]["grad_norm"] = seen[8]["grad_norm"] = 0.0
-    (outcome,) = Diagnosis(RULES).outcome(Seen(seen))
+    (outcome,) = Diagnosis(RULES).outcome(RuleInput(seen))
     assert outcome.what == "2 of 20 steps taught nothing: their gradient is 0"
 
 
@@ -261,7 +261,7 @@ NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "drop
 def test_no_row_of_any_content_breaks_a_rule(contents: list[dict]):
     """A run of an older version, or whose file was damaged, is looked at like others."""
     seen = [{**row, "step": step} for step, row in enumerate(contents, 1)]
-    for finding in findings(RULES, Seen(seen)):
+    for finding in findings(RULES, RuleInput(seen)):
         assert finding.level >= 1
         assert finding.what
         assert finding.advice

@@ -19,7 +19,15 @@ from runs import DEADLINE
 from test_programs import Power, complete, digest, runner
 
 from cairn.orchestrator.chat import NoPrompt
-from cairn.orchestrator.endpoint import Asked, Endpoint, Refused, Rules, Session, chat_completions, responses
+from cairn.orchestrator.endpoint import (
+    Asked,
+    Endpoint,
+    Rules,
+    Session,
+    UnanswerableRequest,
+    chat_completions,
+    responses,
+)
 from cairn.orchestrator.environments import Reply
 
 RULES = Rules(1.0)
@@ -313,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_would_change_the_distribution_or_is_malformed_is_refused(case: str):
     """With the field, its value and what to do; nothing is sampled."""
     changed, message = REFUSED[case]
-    with pytest.raises(Refused, match=message) as refused:
+    with pytest.raises(UnanswerableRequest, match=message) as refused:
         chat_completions.parse({"messages": HELLO, "model": "policy", **changed}, RULES)
     assert refused.value.param
 
@@ -343,7 +351,7 @@ REFUSED_RESPONSES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED_RESPONSES)
 def test_responses_that_are_refused(case: str):
     changed, message = REFUSED_RESPONSES[case]
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnanswerableRequest, match=message):
         responses.parse({"input": "a", **changed}, RULES)
 
 
@@ -361,7 +369,7 @@ def test_fields_that_are_neutral_or_ignored():
     wild = body | {"temperature": 0, "stop": ["x"], "model": "gpt-4o", "verbosity": "low"}
     ignoring = Rules(0.7, ignore={"temperature", "stop", "model", "verbosity"})
     assert chat_completions.parse(wild, ignoring) == Asked(HELLO)
-    with pytest.raises(Refused, match=r"set orchestrator\.tool_parser to the parser"):
+    with pytest.raises(UnanswerableRequest, match=r"set orchestrator\.tool_parser to the parser"):
         chat_completions.parse({"messages": HELLO, "tools": TOOLS}, Rules(1.0, calls_are_read=False))
     developer = [{"role": "developer", "content": "a"}]
     assert chat_completions.parse({"messages": developer}, RULES).messages[0]["role"] == "system"

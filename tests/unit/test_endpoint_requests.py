@@ -16,9 +16,16 @@ from test_endpoint import HELLO, TOOLS, Scripted, assembled, run, served
 
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.conversation import Conversation
-from cairn.orchestrator.endpoint import Asked, Refused, Rules, chat_completions, messages, responses
+from cairn.orchestrator.endpoint import (
+    Asked,
+    Rules,
+    UnanswerableRequest,
+    chat_completions,
+    messages,
+    responses,
+)
 from cairn.orchestrator.endpoint.body import DEEPEST, check_values, read_body
-from cairn.orchestrator.endpoint.structured import Form, form_of
+from cairn.orchestrator.endpoint.structured import AnswerFormat, form_of
 from cairn.orchestrator.environments import Reply
 
 RULES, CHECKING = Rules(1.0), Rules(1.0, structured="check")
@@ -52,7 +59,7 @@ def test_all_that_is_refused_is_told_at_once():
         "verbosity": "low",
         "model": "gpt-4o",
     }
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnanswerableRequest) as refused:
         chat_completions.parse(body, RULES)
     text = str(refused.value)
     for name in ("temperature = 0.2", "n = 2", "stop = [3]", 'tool_choice = "required"', "max_tokens = 0"):
@@ -77,9 +84,11 @@ def test_all_that_is_refused_is_told_at_once():
 
 
 def test_one_fault_is_told_alone():
-    with pytest.raises(Refused, match=r"^n = 2: each .*; leave n out, or add 'n' to ignore \(orch[a-z.]*\)$"):
+    with pytest.raises(
+        UnanswerableRequest, match=r"^n = 2: each .*; leave n out, or add 'n' to ignore \(orch[a-z.]*\)$"
+    ):
         chat_completions.parse({"messages": HELLO, "n": 2}, RULES)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnanswerableRequest) as refused:
         chat_completions.parse({"messages": HELLO, "model": "gpt-4o"}, RULES)
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
@@ -108,7 +117,7 @@ def test_content_that_is_empty_or_no_text_is_named():
         ),
         ({"role": "assistant", "reasoning_content": 3}, "messages[0].reasoning_content = 3"),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UnanswerableRequest) as refused:
             chat_completions.parse({"messages": [message]}, RULES)
         assert what in str(refused.value)
 
@@ -163,7 +172,7 @@ def test_an_answer_in_a_form_is_refused_or_checked_as_the_settings_say(case: str
         "tools": [TOOLS[0], {"type": "function", "function": {"name": "sub"}}],
         **changed,
     }
-    with pytest.raises(Refused, match=r"no grammar has masked; with structured = 'check' \(orch"):
+    with pytest.raises(UnanswerableRequest, match=r"no grammar has masked; with structured = 'check' \(orch"):
         chat_completions.parse(body, RULES)
     form = chat_completions.parse(body, CHECKING).form
     assert [form.misfit(message) for message in fits] == [None] * len(fits)
@@ -194,7 +203,7 @@ def test_an_answer_in_a_form_is_refused_or_checked_as_the_settings_say(case: str
     ],
 )
 def test_forms_that_mean_nothing(rules: Rules, changed: dict[str, Any], message: str):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnanswerableRequest, match=message):
         chat_completions.parse({"messages": HELLO, "tools": TOOLS, **changed}, rules)
 
 
@@ -214,7 +223,7 @@ def test_what_restricts_nothing_is_accepted_everywhere():
     )
     assert (
         messages.parse({"messages": HELLO, "tools": [ADD], "tool_choice": {"type": "auto"}}, RULES).form
-        == Form()
+        == AnswerFormat()
     )
 
 
@@ -353,7 +362,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_messages_that_are_refused(case: str):
     changed, message = REFUSED[case]
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UnanswerableRequest, match=message):
         messages.parse({"messages": HELLO, "max_tokens": 9, **changed}, RULES)
 
 
@@ -514,7 +523,7 @@ def test_a_body_of_the_greatest_depth_is_read():
     for _ in range(DEEPEST):
         deepest = [deepest]
     assert read_body(json.dumps(deepest).encode()) == deepest
-    with pytest.raises(Refused, match="send a flatter one"):
+    with pytest.raises(UnanswerableRequest, match="send a flatter one"):
         check_values([deepest])
 
 

@@ -34,8 +34,8 @@ from cairn.launch.plan.memory_check import (
 )
 from cairn.launch.plan.memory_estimate import (
     GIB,
+    MemoryPart,
     Need,
-    Part,
     cache_left,
     check_rank,
     check_serving,
@@ -246,7 +246,9 @@ ROOMY = machine_of("2x80G,1T")
 
 
 def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:
-    return Need(share, (Part("x", int(counted * GIB)), Part("y", int(estimated * GIB), counted=False)))
+    return Need(
+        share, (MemoryPart("x", int(counted * GIB)), MemoryPart("y", int(estimated * GIB), counted=False))
+    )
 
 
 def test_only_what_can_be_counted_is_refused():

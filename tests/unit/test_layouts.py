@@ -17,7 +17,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.losses.policy import PolicyLoss
-from cairn.trainer.packing import Arrange, Part, make_rank_batch, one_a_row, shared_rows
+from cairn.trainer.packing import Arrange, UpdateBatch, make_rank_batch, one_a_row, shared_rows
 
 SEQ_LEN = 24
 LOSSES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def gradients(
     return [_gradient(loss, [one.parts[number] for one in of_ranks]) for number in range(mini_batches)]
 
 
-def _gradient(loss: PolicyLoss, parts: Sequence[Part]) -> tuple[float, torch.Tensor]:
+def _gradient(loss: PolicyLoss, parts: Sequence[UpdateBatch]) -> tuple[float, torch.Tensor]:
     now, entropies = table(1, 0.2).requires_grad_(), table(2, 0.5).abs().detach().requires_grad_()
     old, reference = table(3, 0.1), table(4, 0.3)
     assert len({len(part.micros) for part in parts}) == 1, "ranks run in lockstep"

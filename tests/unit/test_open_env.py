@@ -25,14 +25,14 @@ from cairn.orchestrator.environments import (
     make_environment,
     open_env,
 )
-from cairn.orchestrator.environments.open_env_session import Server, begin
+from cairn.orchestrator.environments.open_env_session import OpenEnvServer, begin
 from cairn.orchestrator.environments.worlds import WorldPrograms
 from cairn.orchestrator.programs import ProgramRunner
 
 ACTION = {"guess": "{answer}"}
 
 
-class OpenEnvServer:
+class ServerProcess:
     """A server's process; one that was killed is started again on its port."""
 
     def __init__(self, folder: Path, **settings: Any):
@@ -79,10 +79,10 @@ class OpenEnvServer:
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Any]:
     """Starts servers."""
-    made: list[OpenEnvServer] = []
+    made: list[ServerProcess] = []
 
-    def start(name: str = "server", **settings: Any) -> OpenEnvServer:
-        made.append(OpenEnvServer(tmp_path / name, **settings))
+    def start(name: str = "server", **settings: Any) -> ServerProcess:
+        made.append(ServerProcess(tmp_path / name, **settings))
         return made[-1]
 
     yield start
@@ -194,7 +194,7 @@ def test_a_full_server_is_waited_for_so_long(servers: Any, tmp_path: Path):
 def test_a_server_that_is_full_when_a_run_begins_is_one(servers: Any, monkeypatch: pytest.MonkeyPatch):
     waits: list[float] = []
 
-    def at_once(server: Server, reset: Any) -> Any:
+    def at_once(server: OpenEnvServer, reset: Any) -> Any:
         waits.append(server.wait)
         return begin(replace(server, wait=0.0), reset)
 
@@ -204,7 +204,7 @@ def test_a_server_that_is_full_when_a_run_begins_is_one(servers: Any, monkeypatc
     assert waits == [DEADLINE]
 
 
-def episode(server: OpenEnvServer, answer: str, **args: Any) -> tuple[str, Any, bool]:
+def episode(server: ServerProcess, answer: str, **args: Any) -> tuple[str, Any, bool]:
     """What a single step of an episode leads to."""
 
     async def run() -> Any:

@@ -24,7 +24,7 @@ from cairn.launch.plan.gpu_assignment import (
     torch_without_cuda,
     use_gpus,
 )
-from cairn.launch.ray.worker import WorkerProcess
+from cairn.launch.ray.worker import RayProcess
 from cairn.launch.supervise.rank import RankPlace
 from cairn.launch.supervise.rank_process import RankProcess
 from cairn.launch.supervise.ranks import Ranks
@@ -377,7 +377,7 @@ def test_a_cluster_must_not_give_away_the_servers_gpus(tmp_path: Path):
 
     def check(gpu: str, host: str) -> None:
         place = RankPlace(0, ranks.run)
-        about = WorkerProcess(1, "node", host, gpu)
+        about = RayProcess(1, "node", host, gpu)
         place.fill(cast(RankProcess, SimpleNamespace(about=about, wait_started=lambda _: about)), "")
         place.wait_started(1)
         ranks._check_gpu(place)

@@ -34,7 +34,7 @@ from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
-from cairn.trainer.tasks.dpo import DPO
+from cairn.trainer.tasks.dpo import DPOTask
 
 group = one_rank
 
@@ -62,7 +62,7 @@ def begin(group: RankGroup, folder: Path, config: DPOConfig) -> tuple[TrainerSta
     return state, Context(run, attempt, state, folder, {})
 
 
-def take(state: TrainerState, task: DPO, step: int) -> dict[str, float]:
+def take(state: TrainerState, task: DPOTask, step: int) -> dict[str, float]:
     work = make_rank_batch(
         task.next_batch(step), state.config, rank=0, world_size=1, arrange=state.scorer.rows.arrange
     )
@@ -77,7 +77,7 @@ def files_of(config: DPOConfig) -> list[Path]:
 def test_at_the_first_step_the_policy_is_the_reference(group: RankGroup, folder: Path, config: DPOConfig):
     """And after it chosen answers are ahead; epochs count pairs."""
     state, context = begin(group, folder, config)
-    task = DPO(config, context)
+    task = DPOTask(config, context)
     first, second = take(state, task, 1), take(state, task, 2)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -92,7 +92,7 @@ def test_what_was_computed_before_a_death_is_kept(
     """The missing files are computed, and no others; the weights that are trained now have no influence."""
     monkeypatch.setattr(reference, "CHUNK", 3)
     state, context = begin(group, folder, config)
-    first = DPO(config, context).next_batch(1)
+    first = DPOTask(config, context).next_batch(1)
     paths = files_of(config)
     assert [path.name for path in paths] == [f"records_{i}.safetensors" for i in (0, 3, 6, 9)]
     before = {path: path.read_bytes() for path in paths}
@@ -101,7 +101,7 @@ def test_what_was_computed_before_a_death_is_kept(
     untouched = paths[0].stat().st_mtime_ns
     for weight in state.policy.module.parameters():
         weight.data.mul_(1.5)
-    again = DPO(config, replace(context, recipe={})).next_batch(1)
+    again = DPOTask(config, replace(context, recipe={})).next_batch(1)
     assert again.digest() == first.digest()
     assert {path: path.read_bytes() for path in paths} == before
     assert paths[0].stat().st_mtime_ns == untouched
@@ -111,20 +111,20 @@ def test_a_resumed_run_reads_them_and_needs_no_reference(
     group: RankGroup, folder: Path, config: DPOConfig, monkeypatch: pytest.MonkeyPatch
 ):
     _, context = begin(group, folder, config)
-    DPO(config, context)
+    DPOTask(config, context)
     monkeypatch.setattr(reference, "Frozen", None)  # nothing is loaded
-    DPO(config, context)
+    DPOTask(config, context)
 
 
 def test_other_weights_settings_or_records_have_logprobs_of_their_own(
     group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path
 ):
     _, context = begin(group, folder, config)
-    DPO(config, context)
+    DPOTask(config, context)
     longer = config.model_copy(update={"seq_len": 32})
-    DPO(longer, begin(group, folder, longer)[1])
+    DPOTask(longer, begin(group, folder, longer)[1])
     other = write_example(tmp_path / "other", seed=1)
-    DPO(config, begin(group, other, config)[1])
+    DPOTask(config, begin(group, other, config)[1])
     assert len(files_of(config)) == 3
 
 
@@ -140,7 +140,7 @@ def test_with_an_adapter_the_reference_is_the_base(
 
     A copy of the base is loaded only if more than an adapter is trained.
     """
-    plain = DPO(config, begin(group, folder, config)[1]).next_batch(1)
+    plain = DPOTask(config, begin(group, folder, config)[1]).next_batch(1)
     for path in files_of(config):
         path.unlink()
     loaded = []
@@ -152,7 +152,7 @@ def test_with_an_adapter_the_reference_is_the_base(
     for name, weight in state.policy.trained().items():
         if "lora_B" in name or in_full:
             weight.data.fill_(0.3)
-    again = DPO(adapted, context).next_batch(1)
+    again = DPOTask(adapted, context).next_batch(1)
     for one, other in zip(plain.samples, again.samples, strict=True):
         np.testing.assert_array_equal(one.columns[REFERENCE], other.columns[REFERENCE])
     assert bool(loaded) == bool(in_full)
@@ -170,11 +170,11 @@ def test_an_adapter_of_a_run_without_a_reference_is_refused(
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     context = replace(begin(group, folder, config)[1], model_folder=tmp_path / "model")
     with pytest.raises(UsageError, match=r"its run had no reference.* Begin a new run with the merged"):
-        DPO(config, context)
+        DPOTask(config, context)
 
 
 def test_weights_that_are_gone_are_named(group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path):
-    origin = reference.Origin.of(folder, group)
+    origin = reference.ReferenceWeights.of(folder, group)
     origin.check(group)
     with pytest.raises(UsageError, match="holds others now"):
         replace(origin, digest="0").check(group)
@@ -185,7 +185,7 @@ def test_weights_that_are_gone_are_named(group: RankGroup, folder: Path, config:
 def test_losses_without_a_reference_compute_none(group: RankGroup, folder: Path, config: DPOConfig):
     config = DPOConfig(**{**config.model_dump(), "loss": {"type": "simpo"}})
     state, context = begin(group, folder, config)
-    task = DPO(config, context)
+    task = DPOTask(config, context)
     assert "rewards/margins" in take(state, task, 1)
     assert not files_of(config)
 
@@ -193,7 +193,7 @@ def test_losses_without_a_reference_compute_none(group: RankGroup, folder: Path,
 def test_a_stop_while_the_reference_scores(group: RankGroup, folder: Path, config: DPOConfig):
     _, context = begin(group, folder, config)
     context.run.request_stop("a test")
-    assert DPO(config, context).next_batch(1) is None
+    assert DPOTask(config, context).next_batch(1) is None
 
 
 def test_records_that_have_changed_are_refused(
@@ -203,10 +203,10 @@ def test_records_that_have_changed_are_refused(
     kept = {"data": {"records": 3, "digest": "x"}}
     words = "holds other records than when the run was started"
     with pytest.raises(BadRecord, match=rf"--data\.name .*/pairs\.jsonl {words}"):
-        DPO(config, replace(context, recipe=kept))
+        DPOTask(config, replace(context, recipe=kept))
     mixed = DPOConfig(**{**config.model_dump(), "data": several(tmp_path)})
     with pytest.raises(BadRecord, match=rf"data\.sets: .*/first\.jsonl, .*/second\.jsonl {words}"):
-        DPO(mixed, replace(context, recipe=kept))
+        DPOTask(mixed, replace(context, recipe=kept))
 
 
 # Single answers: the reference point, and the task
@@ -224,7 +224,7 @@ def test_training_on_single_answers(group: RankGroup, folder: Path, kto: DPOConf
     """At first the policy is the reference; then desirable answers are ahead. A resumed run goes on with the
     same batches, and neither scores the reference's logprobs again nor loads it."""
     state, context = begin(group, folder, kto)
-    task = DPO(kto, context)
+    task = DPOTask(kto, context)
     rows = [take(state, task, step) for step in range(1, 7)]
     assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)
@@ -237,14 +237,14 @@ def test_training_on_single_answers(group: RankGroup, folder: Path, kto: DPOConf
     seventh = task.next_batch(7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "Frozen", None)
-        assert DPO(kto, context).next_batch(7).digest() == seventh.digest()
+        assert DPOTask(kto, context).next_batch(7).digest() == seventh.digest()
     assert len(seventh.samples) == len(seventh.scored) == 4
 
 
 def test_the_point_does_not_depend_on_micro_batches_and_ranks(group: RankGroup, folder: Path, kto: DPOConfig):
     """It is the mean log-ratio of all answers to other prompts; a mean below 0 counts as 0."""
     state, context = begin(group, folder, kto)
-    task = DPO(kto, context)
+    task = DPOTask(kto, context)
     for step in range(1, 5):
         take(state, task, step)
     batch = task.next_batch(5)
@@ -289,10 +289,10 @@ def test_a_loss_of_ones_own_over_single_answers(group: RankGroup, folder: Path, 
     own = {"type": f"{__name__}:MyLoss", "args": {"beta": 0.2}}
     wrong = DPOConfig(**{**kto.model_dump(), "loss": own})
     with pytest.raises(UsageError, match=r"it learns from examples, and gets pairs: set loss.records"):
-        DPO(wrong, begin(group, folder, wrong)[1])
+        DPOTask(wrong, begin(group, folder, wrong)[1])
     right = DPOConfig(**{**kto.model_dump(), "loss": {**own, "records": "examples"}})
     state, context = begin(group, folder, right)
-    assert take(state, DPO(right, context), 1)["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert take(state, DPOTask(right, context), 1)["loss"] == pytest.approx(0.5, abs=1e-6)
     assert (right.together, wrong.together) == (1, 2)
 
 
@@ -318,7 +318,7 @@ def test_a_run_goes_on_with_the_very_next_unit_of_each_data_set(
     data = several(tmp_path, **of_second)
     config = DPOConfig(seq_len=24, data=data, output_dir=str(tmp_path / "run"), loss=loss)
     state, context = begin(group, folder, config)
-    task = DPO(config, context)
+    task = DPOTask(config, context)
     batches = [task.next_batch(step) for step in range(1, 16)]
     counted = [sum(b.metrics[f"data/{label}/records"] for b in batches) for label in ("first", "second")]
     assert sum(counted) == 60
@@ -326,7 +326,7 @@ def test_a_run_goes_on_with_the_very_next_unit_of_each_data_set(
     assert batches[-1].metrics["data/second/epoch"] >= 2
     for step in (3, 7):
         state.position = json.loads(json.dumps(batches[step - 1].position))
-        again = DPO(config, replace(context, recipe={"data": task.recipe["data"]}))
+        again = DPOTask(config, replace(context, recipe={"data": task.recipe["data"]}))
         rest = [again.next_batch(later).digest() for later in range(step + 1, 16)]
         assert rest == [batch.digest() for batch in batches[step:]]
     if task.loss.needs_reference:
@@ -336,7 +336,7 @@ def test_a_run_goes_on_with_the_very_next_unit_of_each_data_set(
             assert seen == pytest.approx(sample.columns[REFERENCE][0], abs=1e-5)
         lengths = {len(key): value for key, value in scores.items()}
         assert len(set(lengths.values())) > 3
-        first = take(state, DPO(config, context), 1)
+        first = take(state, DPOTask(config, context), 1)
         assert first["loss"] == pytest.approx(math.log(2) if loss["type"] == "dpo" else 0.5, abs=1e-4)
 
 
@@ -355,7 +355,7 @@ def test_a_loss_of_ones_own_with_a_reference_refuses_streams(group: RankGroup, f
     data = several(tmp_path, read="stream")
     config = DPOConfig(data=data, loss={"type": f"{__name__}:MyPairs"}, output_dir=str(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"second.jsonl is read as a stream"):
-        DPO(config, begin(group, folder, config)[1])
+        DPOTask(config, begin(group, folder, config)[1])
 
 
 def test_labels_are_needed_in_all_data_sets_together(tmp_path: Path):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from cairn.checkpoint.eval_metrics import ratings_in
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.retention import EARLIER_BEST, Step, reasons_to_keep
+from cairn.checkpoint.retention import EARLIER_BEST, SavedStep, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.environment import MixedEnvironmentConfig
@@ -299,11 +299,11 @@ def test_the_best_step_is_not_chosen_by_other_records(tmp_path: Path):
     rated = ratings_in(start.store.root)
     rules = CkptConfig(keep_best=1, metric="validation/held/loss", mode="min")
     numbers = {3: 0.1, 4: 0.2, STEP: 0.3, 6: 9.0, 7: 8.0, 8: 10.0}
-    steps = [Step(step, {"validation/held/loss": loss}, rated) for step, loss in numbers.items()]
+    steps = [SavedStep(step, {"validation/held/loss": loss}, rated) for step, loss in numbers.items()]
     kept = {step: reasons for step, reasons in reasons_to_keep(steps, rules, set()).items() if reasons}
     assert kept == {3: [EARLIER_BEST], 7: ["best"], 8: ["newest"]}
     other = rules.model_copy(update={"metric": "validation/more/loss"})
-    steps = [Step(step, {"validation/more/loss": loss}, rated) for step, loss in numbers.items()]
+    steps = [SavedStep(step, {"validation/more/loss": loss}, rated) for step, loss in numbers.items()]
     assert reasons_to_keep(steps, other, set())[3] == ["best"]
 
 

@@ -193,7 +193,7 @@ def test_a_network_that_is_too_slow(
     ask = impatient.objects._s3.request
     with monkeypatch.context() as patch:
 
-        def request(method: str, name: str | None, query: dict[str, str | int], **how: Any) -> s3.Answer:
+        def request(method: str, name: str | None, query: dict[str, str | int], **how: Any) -> s3.S3Response:
             if "partNumber" in query:  # what comes before may take its time
                 patch.setattr(s3, "ANSWER_SECONDS", 0.5)
                 patch.setattr(s3, "CONNECT_SECONDS", 0.5)

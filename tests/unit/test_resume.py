@@ -19,7 +19,7 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.block_reader import DIRECT_BYTES
-from cairn.checkpoint.tensors.reader import Piece, read_pieces
+from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
@@ -298,7 +298,7 @@ def test_what_is_not_cached_is_read_past_the_page_cache(
     last = 9 * DIRECT_BYTES // 4
     ranges = [(1, 300_000), (300_001, 7), (300_008, DIRECT_BYTES), (last, len(content) - last)]
     targets = [torch.zeros(nbytes, dtype=torch.uint8) for _, nbytes in ranges]
-    pieces = [Piece(path, first, torch.uint8, t) for (first, _), t in zip(ranges, targets, strict=True)]
+    pieces = [ReadRange(path, first, torch.uint8, t) for (first, _), t in zip(ranges, targets, strict=True)]
     seen = read_pieces(pieces)[path]
     for (first, nbytes), target in zip(ranges, targets, strict=True):
         assert target.numpy().tobytes() == content[first : first + nbytes]
@@ -316,5 +316,5 @@ def test_a_file_that_ends_too_early_is_damaged_in_the_cache_or_not(tmp_path: Pat
     path.write_bytes(bytes(1_000_000))
     for _ in range(2):
         with pytest.raises(Damaged, match="ends at byte 1000000, but should be longer"):
-            read_pieces([Piece(path, 10, torch.uint8, torch.zeros(1_000_000, dtype=torch.uint8))])
+            read_pieces([ReadRange(path, 10, torch.uint8, torch.zeros(1_000_000, dtype=torch.uint8))])
         forget(path)

@@ -15,7 +15,7 @@ from runs import ABOUT
 
 from cairn.checkpoint.eval_metrics import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.retention import Step, apply_retention, pins, read_steps, reasons_to_keep, set_pin
+from cairn.checkpoint.retention import SavedStep, apply_retention, pins, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -26,7 +26,7 @@ from cairn.run import faults
 VALUES = st.one_of(st.integers(-3, 3), st.floats(), st.none(), st.text(max_size=2), st.booleans())
 METRICS = st.one_of(st.just({}), st.dictionaries(st.sampled_from(["loss", "reward/mean"]), VALUES))
 STEPS = st.dictionaries(st.integers(1, 40), METRICS, max_size=15).map(
-    lambda found: [Step(number, metrics) for number, metrics in found.items()]
+    lambda found: [SavedStep(number, metrics) for number, metrics in found.items()]
 )
 COUNT = st.none() | st.integers(1, 6)
 BEST = st.none() | st.tuples(
@@ -45,11 +45,11 @@ def rules(draw) -> CkptConfig:
 PINNED = st.sets(st.integers(1, 40), max_size=3)
 
 
-def kept(steps: list[Step], config: CkptConfig, pinned: set[int]) -> set[int]:
+def kept(steps: list[SavedStep], config: CkptConfig, pinned: set[int]) -> set[int]:
     return {number for number, why in reasons_to_keep(steps, config, pinned).items() if why}
 
 
-def best_of(steps: list[Step], config: CkptConfig) -> set[int]:
+def best_of(steps: list[SavedStep], config: CkptConfig) -> set[int]:
     """The best steps, by looking for the best one again and again."""
     values = {step.step: step.metrics.get(config.metric) for step in steps}
     rated = {n: v for n, v in values.items() if isinstance(v, int | float) and not math.isnan(v)}
@@ -113,14 +113,14 @@ def test_to_keep_more_keeps_more(steps, config, pinned, more):
 def test_what_was_deleted_is_never_wanted_again(steps, config, pinned, metrics):
     """With a newer step, nothing is kept that was to go before: deleting early loses nothing."""
     before = kept(steps, config, pinned)
-    newer = Step(max((step.step for step in steps), default=0) + 1, metrics)
+    newer = SavedStep(max((step.step for step in steps), default=0) + 1, metrics)
     assert kept([*steps, newer], config, pinned) <= before | {newer.step}
 
 
 def test_reasons_are_named():
     """For `ckpt list`; of equally good steps the newer is the better one."""
     steps = [
-        Step(n, {"loss": value}) for n, value in [(10, 1.0), (20, 1.0), (25, None), (30, 2.0), (40, 3.0)]
+        SavedStep(n, {"loss": value}) for n, value in [(10, 1.0), (20, 1.0), (25, None), (30, 2.0), (40, 3.0)]
     ]
     config = CkptConfig(
         keep_last=1, keep_every=20, keep_best=1, metric="loss", mode="min", milestones=[30, 99]
@@ -139,7 +139,12 @@ def test_what_is_not_a_number_is_never_best(value):
     """Nor does it push out what is; a run that has diverged keeps its best step."""
     for mode in ("min", "max"):
         config = CkptConfig(keep_best=1, metric="loss", mode=mode)
-        steps = [Step(1, {"loss": 1.0}), Step(2, {"loss": value}), Step(3, {}), Step(4, {"other": 0.0})]
+        steps = [
+            SavedStep(1, {"loss": 1.0}),
+            SavedStep(2, {"loss": value}),
+            SavedStep(3, {}),
+            SavedStep(4, {"other": 0.0}),
+        ]
         assert kept(steps, config, set()) == {1, 4}
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
-from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
 from cairn.model.adapters import Base
 from cairn.model.hub_layout import tensors_in_memory
@@ -101,7 +101,7 @@ def test_a_folder_that_changed_meanwhile_is_refused(model: Path, tmp_path: Path)
     folder = make("qwen3", tmp_path / "model")
     with staging(folder).prepare(str(folder)) as staged:
         (folder / "model.safetensors").unlink()
-        with pytest.raises(Refused, match="was removed or changed while its weights were read"):
+        with pytest.raises(UnusableWeights, match="was removed or changed while its weights were read"):
             mapped(staged)
 
 
@@ -157,7 +157,7 @@ def test_values_that_are_not_finite_are_refused_beforehand(model: Path, tmp_path
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     sender = offered(tensors, tmp_path / "v1")
-    with pytest.raises(Refused, match=r"model\.norm\.weight holds NaN or infinity"):
+    with pytest.raises(UnusableWeights, match=r"model\.norm\.weight holds NaN or infinity"):
         staging(model).prepare(str(tmp_path / "v1"))
     sender.close()
 
@@ -250,5 +250,5 @@ def test_an_adapter_that_is_not_the_trainers_or_of_another_base_is_refused(tmp_p
     weights = load_file(base / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(Refused, match="base is not the base of the adapter"):
+    with pytest.raises(UnusableWeights, match="base is not the base of the adapter"):
         server.prepare(str(policy))

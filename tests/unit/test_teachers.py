@@ -20,7 +20,7 @@ from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE, BY_POSITIONS
 from cairn.trainer.frozen.model import Frozen
-from cairn.trainer.frozen.teachers import Teachers
+from cairn.trainer.frozen.teachers import TeacherModels
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, make_loss
 from cairn.trainer.losses.loss import ESTIMATORS, KLPenalty
@@ -149,7 +149,7 @@ def test_divergence_from_the_start_is_0_in_the_first_step_and_then_grows(
 ):
     config = configured(folder, kl={"coef": 0.1, "estimator": estimator})
     state = begin(group, folder)
-    teachers = Teachers(config, group, state.scorer, {})
+    teachers = TeacherModels(config, group, state.scorer, {})
     loss = make_loss(config.loss, config.kl_in_loss)
     found = []
     for step in (1, 2):
@@ -167,7 +167,7 @@ def test_a_penalty_in_the_loss_is_added_to_it(group: RankGroup, folder: Path, ot
         config = configured(other, kl={"coef": coef})
         state = begin(group, folder)
         work = make_work(samples())
-        Teachers(config, group, state.scorer, {}).score(work)
+        TeacherModels(config, group, state.scorer, {}).score(work)
         rows[coef] = train_step(state, work, 1, make_loss(config.loss, config.kl_in_loss))
     assert rows[0.0]["kl/reference"] == rows[0.5]["kl/reference"] > 0.1
     apart = rows[0.5]["loss"] - rows[0.0]["loss"]
@@ -179,7 +179,7 @@ def test_a_penalty_of_0_only_measures(group: RankGroup, folder: Path, other: Pat
         config = CONFIG if coef is None else configured(other, kl={"coef": coef})
         state = begin(group, folder)
         work = make_work(samples())
-        Teachers(config, group, state.scorer, {}).score(work)
+        TeacherModels(config, group, state.scorer, {}).score(work)
         train_step(state, work, 1, make_loss(config.loss, config.kl_in_loss))
         return {name: weight.clone() for name, weight in state.policy.saved().items()}
 
@@ -195,7 +195,7 @@ def test_rewards_of_tokens_are_added_to_their_advantages(
     config = configured(other, kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, distill={"coef": 2.0})
     state = begin(group, folder)
     work = make_work(samples(), updates=updates, mini_batches=updates)
-    teachers = Teachers(config, group, state.scorer, {})
+    teachers = TeacherModels(config, group, state.scorer, {})
     assert len(teachers._copies) == 1, "one copy serves both"
     metrics = teachers.score(work)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_distillation_alone_reaches_the_teacher(group: RankGroup, folder: Path, 
     """Without rewards, from tokens that the policy itself samples."""
     config = configured(other, distill={})
     state = begin(group, folder)
-    teachers = Teachers(config, group, state.scorer, {})
+    teachers = TeacherModels(config, group, state.scorer, {})
     loss = make_loss(config.loss)
     teacher = of_next_token(teachers._copies[str(other)].scorer.model)
     draw = np.random.default_rng(0)
@@ -252,7 +252,7 @@ def of_next_token(model: torch.nn.Module) -> torch.Tensor:
 def test_columns_that_the_orchestrator_did_not_ship_are_asked_for_by_name(group: RankGroup, folder: Path):
     config = configured(folder, distill={"teacher": "http://127.0.0.1:9"})
     state = begin(group, folder)
-    teachers = Teachers(config, group, state.scorer, {})
+    teachers = TeacherModels(config, group, state.scorer, {})
     with pytest.raises(UsageError, match=r"distill\.teacher = http://127\.0\.0\.1:9.*teacher_logprobs"):
         teachers.score(make_work(samples()))
     work = make_work(samples(teacher_logprobs=-0.25))
@@ -374,13 +374,13 @@ def test_a_run_that_goes_on_has_the_reference_of_before_to_the_bit(
     config = configured(other, kl={"coef": 0.5}, distill={"teacher": str(folder), "coef": 0.3})
     loss = make_loss(config.loss, config.kl_in_loss)
 
-    def step(state: TrainerState, teachers: Teachers, number: int) -> dict[str, float]:
+    def step(state: TrainerState, teachers: TeacherModels, number: int) -> dict[str, float]:
         work = make_work(samples())
         metrics = dict(teachers.score(work))
         return metrics | train_step(state, work, number, loss)
 
     whole = begin(group, folder)
-    teachers = Teachers(config, group, whole.scorer, {})
+    teachers = TeacherModels(config, group, whole.scorer, {})
     step(whole, teachers, 1)
     write_tensors(tmp_path, whole.policy.saved(), "model")
     moments = {
@@ -394,6 +394,6 @@ def test_a_run_that_goes_on_has_the_reference_of_before_to_the_bit(
     for name, parameter in again.policy.trained().items():
         again.policy.optimizer.state[parameter].update(moments[name])
     again.progress.step = 1
-    assert step(again, Teachers(config, group, again.scorer, {}), 2) == expected
+    assert step(again, TeacherModels(config, group, again.scorer, {}), 2) == expected
     after, wanted = again.policy.saved(), whole.policy.saved()
     assert all(torch.equal(after[name], wanted[name]) for name in wanted)

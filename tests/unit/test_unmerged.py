@@ -27,8 +27,8 @@ from cairn.inference.plugin.adapter_modules import AdapterModules
 from cairn.inference.plugin.named_only import NamedOnly
 from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.unmerged import Unmerged
-from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
-from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, WeightUpdate
+from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.server import Server
 from cairn.model.adapters import PREFIX, Base
 from cairn.policy.checksums import checksum, write_checksums
@@ -161,15 +161,19 @@ def of_no_run(folder: Path) -> None:
     ("change", "kind", "reason"),
     [
         (damaged, Altered, "is not the one that the trainer wrote"),
-        (without_a_counterpart, Refused, "has no counterpart"),
-        (trained_in_full, Refused, r'lm_head.weight, which is trained in full.*lora.serve = "merged"'),
-        (not_finite, Refused, "holds NaN or infinity"),
-        (configured(lora_alpha=8), Refused, "has alpha 8, its run 4"),
-        (configured(use_rslora=True), Refused, "has rslora True, its run False"),
-        (configured(use_dora=True), Refused, "use_dora = True"),
-        (configured(r=4), Refused, "matrices of rank 2, and adapter_config.json has r = 4"),
-        (whole, Refused, "holds no adapter, and this server computes adapters beside the model"),
-        (of_no_run, Refused, "does not say which base"),
+        (without_a_counterpart, UnusableWeights, "has no counterpart"),
+        (
+            trained_in_full,
+            UnusableWeights,
+            r'lm_head.weight, which is trained in full.*lora.serve = "merged"',
+        ),
+        (not_finite, UnusableWeights, "holds NaN or infinity"),
+        (configured(lora_alpha=8), UnusableWeights, "has alpha 8, its run 4"),
+        (configured(use_rslora=True), UnusableWeights, "has rslora True, its run False"),
+        (configured(use_dora=True), UnusableWeights, "use_dora = True"),
+        (configured(r=4), UnusableWeights, "matrices of rank 2, and adapter_config.json has r = 4"),
+        (whole, UnusableWeights, "holds no adapter, and this server computes adapters beside the model"),
+        (of_no_run, UnusableWeights, "does not say which base"),
     ],
 )
 def test_what_would_be_computed_otherwise_than_trained_is_refused(
@@ -190,14 +194,16 @@ def test_an_adapter_is_refused_beside_another_model_or_one_of_a_larger_rank(mode
     other.mkdir()
     save_file({f"{name}.weight": torch.zeros(4, 4) for name in LAYERS}, other / "model.safetensors")
     (other / "config.json").write_text("{}")
-    with pytest.raises(Refused, match=r"is not the base of the adapter.*start it with the base, inference"):
+    with pytest.raises(
+        UnusableWeights, match=r"is not the base of the adapter.*start it with the base, inference"
+    ):
         copies_of(other, tmp_path).add(str(folder))
-    with pytest.raises(Refused, match="rank 2, and the server was started with --max-lora-rank 1"):
+    with pytest.raises(UnusableWeights, match="rank 2, and the server was started with --max-lora-rank 1"):
         AdapterCopies(str(model), torch.float32, 1, tmp_path / "copies").add(str(folder))
     copies = copies_of(model, tmp_path)
     save_file({f"{name}.weight": torch.ones(4, 4) for name in LAYERS}, model / "model.safetensors.new")
     (model / "model.safetensors.new").rename(model / "model.safetensors")
-    with pytest.raises(Refused, match="was changed since the server was started with it"):
+    with pytest.raises(UnusableWeights, match="was changed since the server was started with it"):
         copies.add(str(folder))
 
 
@@ -242,7 +248,7 @@ def unmerged(model: Path, root: Path, engine: Engine, requests: OpenRequests) ->
 async def take(updates: Unmerged, folder: Path, version: str) -> str:
     """The name under which requests get the version."""
     update = WeightUpdate(path=str(folder), version=version)
-    assert await updates.take(update, Update(version, "")) == await updates.version() == version
+    assert await updates.take(update, PolicyUpdate(version, "")) == await updates.version() == version
     assert updates.adapter
     return updates.adapter
 

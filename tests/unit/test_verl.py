@@ -25,7 +25,7 @@ from cairn.checkpoint.step_folder import CRITIC, MODEL, OPTIMIZER, StepFolder
 from cairn.checkpoint.step_index import verify
 from cairn.config.trainer import TrainerConfig
 from cairn.formats import format_of
-from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
 from cairn.formats.transfer.diff import compare
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.formats.verl import Verl
@@ -337,7 +337,7 @@ def test_code_in_a_shard_does_not_run(actor: Path, kind: str):
     marker = actor / "marker"
     path = actor / f"{kind}_world_size_2_rank_1.pt"
     resaved(path, lambda found: found.update({"more": Runs(os.system, f"touch {marker}")}))
-    with pytest.raises(Refused, match=r"rank_1\.pt.*names posix\.system, which is not allowed"):
+    with pytest.raises(ForbiddenPickle, match=r"rank_1\.pt.*names posix\.system, which is not allowed"):
         Verl().read(actor)
     assert not marker.exists()
 

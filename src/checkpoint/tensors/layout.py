@@ -220,7 +220,7 @@ class StoredTensor:
             CheckpointError: the data type can't be read.
         """
         from cairn.checkpoint.tensors.dtypes import DTYPES  # imports torch, which planning does without
-        from cairn.checkpoint.tensors.reader import Piece, read_pieces
+        from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
 
         if self.spec.dtype not in DTYPES:
             raise CheckpointError(
@@ -228,7 +228,7 @@ class StoredTensor:
             )
         dtype = DTYPES[self.spec.dtype]
         offset = self.offset + first * dtype.itemsize
-        piece = Piece(self.path, offset, dtype, into, counted=False, packed=self.packed, away=self.away)
+        piece = ReadRange(self.path, offset, dtype, into, counted=False, packed=self.packed, away=self.away)
         read_pieces([piece])
 
 

@@ -27,7 +27,7 @@ WIDEST_GAP = 4 << 10
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadRange:
     """A range of a file to read into a tensor.
 
     dtype: data type in the file. target: contiguous, one-dimensional, possibly of another data type. counted:
@@ -64,7 +64,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
     return as_bytes(tensor).numpy().data
 
 
-def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
+def read_pieces(pieces: Iterable[ReadRange]) -> dict[Path, FileChecksum]:
     """Fill the targets of all pieces; returns, by file, the checksum contributions of the counted pieces.
 
     Checksums are computed while the bytes are in the CPU's cache; adjacent pieces of a file are read
@@ -103,7 +103,7 @@ def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
     return seen
 
 
-def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
+def _streams(pieces: list[ReadRange]) -> Iterator[list[ReadRange]]:
     """Groups adjacent pieces; each group lies within one stretch of a file, which one thread reads.
 
     A stretch is STREAM_BYTES long, or shorter if there would be too few of them to keep all threads busy.
@@ -111,7 +111,7 @@ def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
     stretch, total = STREAM_BYTES, sum(piece.nbytes for piece in pieces)
     while stretch > SHORTEST_STREAM and total < 4 * READERS * stretch:
         stretch //= 2
-    stream: list[Piece] = []
+    stream: list[ReadRange] = []
     for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
         for part in _cut(piece, stretch):
             same = stream and part.offset // stretch == stream[0].offset // stretch
@@ -123,7 +123,7 @@ def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield stream
 
 
-def _cut(piece: Piece, stretch: int) -> Iterator[Piece]:
+def _cut(piece: ReadRange, stretch: int) -> Iterator[ReadRange]:
     """Cut a piece where a stretch of the file ends, or just behind it where a value spans two stretches."""
     size, count = piece.dtype.itemsize, piece.target.numel()
     first = 0
@@ -134,12 +134,12 @@ def _cut(piece: Piece, stretch: int) -> Iterator[Piece]:
         first = last
 
 
-def _follows(piece: Piece, before: Piece) -> bool:
+def _follows(piece: ReadRange, before: ReadRange) -> bool:
     same = piece.path == before.path and piece.counted == before.counted
     return same and piece.offset == before.offset + before.nbytes
 
 
-def _read(file: File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+def _read(file: File, stream: list[ReadRange]) -> tuple[Path, list[tuple[int, int, int]]]:
     """Read adjacent pieces; returns the file and the (offset, bytes, CRC) of counted ranges, by chunk."""
     first = stream[0]
     buffers = [p.target if p.in_place else torch.empty(p.target.shape, dtype=p.dtype) for p in stream]
@@ -158,12 +158,12 @@ def _read(file: File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, i
     return first.path, sums if first.counted else []
 
 
-def _by_block(pieces: list[Piece]) -> Iterator[tuple[PackedBlock, list[Piece]]]:
+def _by_block(pieces: list[ReadRange]) -> Iterator[tuple[PackedBlock, list[ReadRange]]]:
     """The blocks that hold some of the pieces, and the pieces' parts in each.
 
     A value that lies in two blocks, which our own files do not have, is in the part of the first.
     """
-    blocks: dict[PackedBlock, list[Piece]] = {}
+    blocks: dict[PackedBlock, list[ReadRange]] = {}
     for piece in pieces:
         assert piece.packed
         size, first = piece.dtype.itemsize, 0
@@ -176,7 +176,7 @@ def _by_block(pieces: list[Piece]) -> Iterator[tuple[PackedBlock, list[Piece]]]:
     yield from blocks.items()
 
 
-def _unpack(block: PackedBlock, parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+def _unpack(block: PackedBlock, parts: list[ReadRange]) -> tuple[Path, list[tuple[int, int, int]]]:
     """Fill parts of pieces from a block; returns what `_read` returns."""
     held = block.read()
     sums: list[tuple[int, int, int]] = []
@@ -191,9 +191,9 @@ def _unpack(block: PackedBlock, parts: list[Piece]) -> tuple[Path, list[tuple[in
     return parts[0].path, sums
 
 
-def _by_request(pieces: list[Piece]) -> Iterator[list[Piece]]:
+def _by_request(pieces: list[ReadRange]) -> Iterator[list[ReadRange]]:
     """Groups pieces that one request to an object store brings: parts of a stretch, with small gaps."""
-    group: list[Piece] = []
+    group: list[ReadRange] = []
     for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
         for part in _cut(piece, STREAM_BYTES):
             near = group and part.path == group[-1].path
@@ -206,7 +206,7 @@ def _by_request(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _fetch(parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+def _fetch(parts: list[ReadRange]) -> tuple[Path, list[tuple[int, int, int]]]:
     """Fill pieces from an object store; returns what `_read` returns."""
     first, end = parts[0].offset, max(part.offset + part.nbytes for part in parts)
     away = parts[0].away
@@ -218,7 +218,7 @@ def _fetch(parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
     return parts[0].path, sums
 
 
-def _give(part: Piece, values: memoryview) -> list[tuple[int, int, int]]:
+def _give(part: ReadRange, values: memoryview) -> list[tuple[int, int, int]]:
     """Fill a piece with bytes; returns the (offset, bytes, CRC) of counted ranges, by chunk."""
     buffer = part.target if part.in_place else torch.empty(part.target.shape, dtype=part.dtype)
     as_memory(buffer)[:] = values

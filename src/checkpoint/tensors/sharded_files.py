@@ -40,10 +40,10 @@ from cairn.checkpoint.tensors.layout import (
     plan,
 )
 from cairn.checkpoint.tensors.placement import Stored, share_of
-from cairn.checkpoint.tensors.reader import Piece, as_memory, read_pieces
+from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
 from cairn.checkpoint.tensors.redistribute import RowTargets, in_rows
 from cairn.checkpoint.tensors.remote_ranges import AwayFile, away_in_step, check_away
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 
 
 def plan_tensors(
@@ -194,7 +194,7 @@ def read_tensors(
     return seen
 
 
-def read_tensor(stored: Source) -> torch.Tensor:
+def read_tensor(stored: TensorSource) -> torch.Tensor:
     """One whole tensor, in the data type of the file."""
     tensor = torch.empty(stored.spec.shape, dtype=dtype_of(stored))
     stored.fill(0, tensor.view(-1))
@@ -224,7 +224,7 @@ def _find(folder: Path, targets: Mapping[str, Stored], stem: str) -> _Found:
 
 def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
     """Fill all targets; every rank reads its part, and rank 0 also reads the headers for the checksums."""
-    pieces: list[Piece] = []
+    pieces: list[ReadRange] = []
     scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
     for files in found:
         for name, target in files.targets.items():
@@ -236,7 +236,7 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
                 scattered.append((local, flat))
             dtype = dtype_of(stored)
             pieces += [
-                Piece(
+                ReadRange(
                     stored.path,
                     stored.offset + first * dtype.itemsize,
                     dtype,
@@ -252,7 +252,7 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
             firsts[tensor.path] = min(tensor, firsts.get(tensor.path, tensor), key=lambda t: t.offset)
         for path, first in firsts.items():
             header = torch.empty(first.offset if rank == 0 else 0, dtype=torch.uint8)
-            pieces.append(Piece(path, 0, torch.uint8, header, packed=first.packed, away=first.away))
+            pieces.append(ReadRange(path, 0, torch.uint8, header, packed=first.packed, away=first.away))
     seen = read_pieces(pieces)
     for local, flat in scattered:
         local.copy_(flat.view(local.shape))
@@ -372,7 +372,7 @@ def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileCheck
             check_crc(folder / name, entry, chunk, crc)
 
 
-def dtype_of(stored: Source) -> torch.dtype:
+def dtype_of(stored: TensorSource) -> torch.dtype:
     """The data type of a tensor in a file.
 
     Raises:

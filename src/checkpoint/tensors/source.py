@@ -19,7 +19,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A whole tensor whose values stay where they are until they are read, in pieces of any size.
 
     Several threads may read at a time.

@@ -26,7 +26,7 @@ from cairn.checkpoint.saving.direct_io import DirectFile, direct_file
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES, FileLayout, plan
 from cairn.checkpoint.tensors.reader import as_bytes, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.run.files import forget_cached, naming, write_atomic
 
 PIECE_BYTES = 16 << 20
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 def write_sources(
     folder: Path,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
     stem: str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -104,7 +104,7 @@ class Memory:
 class _Content:
     """The bytes of a file."""
 
-    def __init__(self, file: FileLayout, sources: Mapping[str, Source]):
+    def __init__(self, file: FileLayout, sources: Mapping[str, TensorSource]):
         self.file = file
         self._tensors = [
             (offset, offset + sources[name].spec.nbytes, sources[name])
@@ -129,7 +129,7 @@ class _Content:
                 _read_part(source, low - offset, high - offset, memory[low - start : high - start])
 
 
-def _read_part(source: Source, low: int, high: int, part: torch.Tensor) -> None:
+def _read_part(source: TensorSource, low: int, high: int, part: torch.Tensor) -> None:
     """Read the bytes from `low` to `high` of a tensor."""
     dtype = dtype_of(source)
     size = dtype.itemsize
@@ -197,7 +197,7 @@ def in_order(
         wait(under_way)
 
 
-def value_of(source: Source) -> float | int:
+def value_of(source: TensorSource) -> float | int:
     """The value of a tensor of one value.
 
     Raises:
@@ -210,7 +210,7 @@ def value_of(source: Source) -> float | int:
     return value.item()
 
 
-def pieces_of(source: Source) -> Iterator[torch.Tensor]:
+def pieces_of(source: TensorSource) -> Iterator[torch.Tensor]:
     """The values of a tensor, flat, in pieces that follow each other; some are read while one is used.
 
     Raises:

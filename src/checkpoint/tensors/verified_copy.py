@@ -22,7 +22,7 @@ from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import THREADS, Memory, in_order
 
 SERIAL_VALUES = 1 << 15
@@ -53,15 +53,15 @@ _own = _Own()
 
 
 @dataclass(frozen=True, eq=False)
-class Noted:
-    """A tensor that is converted to the data type that `spec` names, and noted; a `Source`."""
+class VerifiedTensor:
+    """A tensor that is converted to the data type that `spec` names, and noted; a `TensorSource`."""
 
-    source: Source
+    source: TensorSource
     spec: TensorSpec
     note: SpanSum
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `Source.fill`. What is read again is not noted again."""
+        """See `TensorSource.fill`. What is read again is not noted again."""
         original = dtype_of(self.source)
         if into.dtype == original:
             self.source.fill(first, into)
@@ -94,23 +94,23 @@ class Noted:
         return crc
 
 
-def noted(sources: Mapping[str, Source], dtypes: Dtypes = AS_THEY_ARE) -> dict[str, Noted]:
+def noted(sources: Mapping[str, TensorSource], dtypes: Dtypes = AS_THEY_ARE) -> dict[str, VerifiedTensor]:
     """The same tensors; what is read of them is converted and noted.
 
     Args:
         dtypes: the data types of those tensors that are not written as they are, by name.
     """
-    found: dict[str, Noted] = {}
+    found: dict[str, VerifiedTensor] = {}
     for name, source in sources.items():
         dtype = DTYPE_NAMES[dtypes.get(name, dtype_of(source))]
         spec = replace(source.spec, dtype=dtype)
-        found[name] = Noted(source, spec, SpanSum(spec.nbytes))
+        found[name] = VerifiedTensor(source, spec, SpanSum(spec.nbytes))
     return found
 
 
 def check_noted(
-    written: Mapping[str, Source],
-    expected: Mapping[str, Noted],
+    written: Mapping[str, TensorSource],
+    expected: Mapping[str, VerifiedTensor],
     where: Path,
     *,
     on_bytes: Callable[[int], None] = lambda count: None,
@@ -149,7 +149,7 @@ def check_noted(
             raise Damaged(f"{where}: {name} differs from what was written")
 
 
-def _steps(sources: Mapping[str, Source]) -> Iterator[tuple[str, int, int]]:
+def _steps(sources: Mapping[str, TensorSource]) -> Iterator[tuple[str, int, int]]:
     """Pieces of all tensors, in order: the name, the first value, and the number of values."""
     for name, source in sources.items():
         count, each = torch.Size(source.spec.shape).numel(), STEP_BYTES // dtype_of(source).itemsize

@@ -13,12 +13,12 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.source import Source, listed
-from cairn.formats.common.tensor_views import Joined, Section
+from cairn.checkpoint.tensors.source import TensorSource, listed
+from cairn.formats.common.tensor_views import Joined, TensorSection
 from cairn.model.hub_layout import Layout
 
 
-def weights_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:
+def weights_of(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> dict[str, TensorSource]:
     """A model's weights by the hub's names, from those with any names that transformers knows.
 
     Raises:
@@ -27,21 +27,23 @@ def weights_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict
     places = _places(found, layout, where)
     exact = {places[name]: source for name, source in found.items() if name in places}
     whole = {place.name: source for place, source in exact.items() if _is_whole(place, layout)}
-    weights: dict[str, Source] = {}
+    weights: dict[str, TensorSource] = {}
     missing: list[str] = []
     for name, place in layout.places.items():
         if place in exact:
             weights[name] = exact[place]
         elif place.name in whole:
             source = whole[place.name]
-            weights[name] = Section(source, place.first, TensorSpec(name, source.spec.dtype, place.shape))
+            weights[name] = TensorSection(
+                source, place.first, TensorSpec(name, source.spec.dtype, place.shape)
+            )
         else:
             missing.append(name)
     refuse(missing, where, "these weights of the model are missing")
     return weights
 
 
-def in_memory(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:
+def in_memory(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> dict[str, TensorSource]:
     """A model's tensors by transformers' names, in the model's order, from those with any known names.
 
     Buffers that are not in `found` are left out.
@@ -53,7 +55,7 @@ def in_memory(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[
     return _wholes(found, _places(found, layout, where), layout, where, "these weights are missing")
 
 
-def state_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:
+def state_of(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> dict[str, TensorSource]:
     """The optimiser's state by transformers' names, from that with any names that transformers knows.
 
     The parts of a tensor that transformers trains in one piece must be at the same step.
@@ -61,7 +63,7 @@ def state_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[s
     Raises:
         CheckpointError: some of it is missing, has another shape, or has no place in the model.
     """
-    state: dict[str, Source] = {}
+    state: dict[str, TensorSource] = {}
     for kind, by_weight in _kinds(found).items():
         if kind == "step":
             known = layout.find(by_weight.keys())
@@ -74,9 +76,9 @@ def state_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[s
     return state
 
 
-def state_in_parts(state: Mapping[str, Source], layout: Layout) -> dict[str, Source]:
+def state_in_parts(state: Mapping[str, TensorSource], layout: Layout) -> dict[str, TensorSource]:
     """The optimiser's state by the hub's names, from that of a step of Cairn, which has transformers'."""
-    parts: dict[str, Source] = {}
+    parts: dict[str, TensorSource] = {}
     for kind, by_weight in _kinds(state).items():
         for name, place in layout.places.items():
             if place.name not in by_weight:
@@ -84,7 +86,7 @@ def state_in_parts(state: Mapping[str, Source], layout: Layout) -> dict[str, Sou
             source, own = by_weight[place.name], f"{name}.{kind}"
             shape = source.spec.shape if kind == "step" else place.shape
             first = 0 if kind == "step" else place.first
-            parts[own] = Section(source, first, TensorSpec(own, source.spec.dtype, shape))
+            parts[own] = TensorSection(source, first, TensorSpec(own, source.spec.dtype, shape))
     return parts
 
 
@@ -98,9 +100,9 @@ def refuse(names: Sequence[str], where: Path, what: str) -> None:
         raise CheckpointError(f"{where}: {what}: {listed(names)}")
 
 
-def _kinds(state: Mapping[str, Source]) -> dict[str, dict[str, Source]]:
+def _kinds(state: Mapping[str, TensorSource]) -> dict[str, dict[str, TensorSource]]:
     """The optimiser's state by its kind, such as exp_avg, and the weight's name."""
-    kinds: dict[str, dict[str, Source]] = {}
+    kinds: dict[str, dict[str, TensorSource]] = {}
     for name, source in state.items():
         weight, _, kind = name.rpartition(".")
         kinds.setdefault(kind, {})[weight] = source
@@ -108,16 +110,16 @@ def _kinds(state: Mapping[str, Source]) -> dict[str, dict[str, Source]]:
 
 
 def _wholes(
-    found: Mapping[str, Source], places: Mapping[str, Place], layout: Layout, where: Path, missing: str
-) -> dict[str, Source]:
+    found: Mapping[str, TensorSource], places: Mapping[str, Place], layout: Layout, where: Path, missing: str
+) -> dict[str, TensorSource]:
     """The tensors in memory that are there, or whose parts are; `missing` is said of those that lack some."""
-    held: dict[str, dict[Place, Source]] = {}
+    held: dict[str, dict[Place, TensorSource]] = {}
     for name, place in places.items():
         held.setdefault(place.name, {})[place] = found[name]
     parts: dict[str, dict[str, Place]] = {}
     for name, place in layout.places.items():
         parts.setdefault(place.name, {})[name] = place
-    wholes: dict[str, Source] = {}
+    wholes: dict[str, TensorSource] = {}
     lacking: list[str] = []
     mixed: list[str] = []
     for owner, shape in layout.shapes.items():
@@ -141,10 +143,10 @@ def _wholes(
 
 
 def _steps(
-    found: Mapping[str, Source], places: Mapping[str, Place], layout: Layout, where: Path
-) -> dict[str, Source]:
+    found: Mapping[str, TensorSource], places: Mapping[str, Place], layout: Layout, where: Path
+) -> dict[str, TensorSource]:
     """The step of each tensor in memory."""
-    steps: dict[str, Source] = {}
+    steps: dict[str, TensorSource] = {}
     apart: list[str] = []
     for name, place in places.items():
         if place.name not in steps:
@@ -157,7 +159,7 @@ def _steps(
     return steps
 
 
-def _same(a: Source, b: Source) -> bool:
+def _same(a: TensorSource, b: TensorSource) -> bool:
     """Whether two steps are equal."""
     values: list[float] = []
     for source in (a, b):
@@ -167,7 +169,7 @@ def _same(a: Source, b: Source) -> bool:
     return values[0] == values[1]
 
 
-def _places(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Place]:
+def _places(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> dict[str, Place]:
     """The place of each tensor; copies of tied ones have none.
 
     Raises:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import pieces_of
 from cairn.formats.base import Content
 from cairn.formats.common.conversion import written_dtypes
@@ -23,11 +23,11 @@ from cairn.model.hub_layout import hub_layout
 class Outgoing:
     """A tensor that is read when it is written. dtype: as which it is written."""
 
-    source: Source
+    source: TensorSource
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, source: Source) -> "Outgoing":
+    def of(cls, source: TensorSource) -> "Outgoing":
         """A tensor that is written as it is."""
         return cls(source, dtype_of(source))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, Format, Stage, Verification
 
 
@@ -46,7 +46,9 @@ class KeptValues:
             )
         return "read back and equal"
 
-    def _as_in_step(self, named: Mapping[str, Source], stem: str, folder: Path) -> Mapping[str, Source]:
+    def _as_in_step(
+        self, named: Mapping[str, TensorSource], stem: str, folder: Path
+    ) -> Mapping[str, TensorSource]:
         """What was read back, by the names that a step uses.
 
         Raises:

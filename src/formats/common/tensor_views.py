@@ -11,50 +11,50 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Section:
-    """A run of values of another tensor; a `Source`."""
+class TensorSection:
+    """A run of values of another tensor; a `TensorSource`."""
 
-    source: Source
+    source: TensorSource
     first: int
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         self.source.fill(self.first + first, into)
 
 
 @dataclass(frozen=True)
-class Run:
+class ValueRange:
     """`count` consecutive values of a tensor, beginning with value `first`."""
 
-    source: Source
+    source: TensorSource
     first: int
     count: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Runs of values, one after the other; a `Source`. All have the data type that `spec` names."""
+    """Runs of values, one after the other; a `TensorSource`. All have the data type that `spec` names."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ValueRange, ...]
     spec: TensorSpec
 
     @classmethod
-    def of(cls, name: str, sources: Iterable[Source], shape: tuple[int, ...]) -> "Joined":
+    def of(cls, name: str, sources: Iterable[TensorSource], shape: tuple[int, ...]) -> "Joined":
         """Whole tensors, one after the other, as a tensor of the given name and shape."""
         whole = tuple(sources)
-        runs = tuple(Run(source, 0, math.prod(source.spec.shape)) for source in whole)
+        runs = tuple(ValueRange(source, 0, math.prod(source.spec.shape)) for source in whole)
         return cls(runs, TensorSpec(name, whole[0].spec.dtype, shape))
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         number = bisect.bisect_right(self._starts, first) - 1
         done = 0
         while done < len(into):
@@ -73,7 +73,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """The rows of queries or keys in the other order of rotary embeddings; a `Source`.
+    """The rows of queries or keys in the other order of rotary embeddings; a `TensorSource`.
 
     The hub's files have the first elements of a head's pairs before the second ones; Meta's Llama, and
     formats that follow it, have the elements of a pair side by side.
@@ -82,7 +82,7 @@ class RotaryRows:
     whether the hub's order is made from the other one.
     """
 
-    source: Source
+    source: TensorSource
     heads: int
     to_hub: bool
 
@@ -92,7 +92,7 @@ class RotaryRows:
         return self.source.spec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         import torch
 
         shape = self.spec.shape

@@ -19,7 +19,7 @@ import torch
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content
 from cairn.formats.common.match_layout import state_of, weights_of
 from cairn.model.described import carried_over
@@ -104,7 +104,7 @@ class ValueNames:
         return BIAS in self.layout.places
 
 
-def value_names(found: Mapping[str, Source], config: "PreTrainedConfig", where: Path) -> ValueNames:
+def value_names(found: Mapping[str, TensorSource], config: "PreTrainedConfig", where: Path) -> ValueNames:
     """The names of a model of values that has a head of any name.
 
     The head is the one weight beside the layers whose shape is that of a single output.
@@ -136,7 +136,7 @@ def value_names(found: Mapping[str, Source], config: "PreTrainedConfig", where: 
     return ValueNames(value_layout(config, bias=bias in found), names, frozenset(unused))
 
 
-def critic_of(content: Content, about: Path, where: Path) -> tuple[dict[str, dict[str, Source]], bytes]:
+def critic_of(content: Content, about: Path, where: Path) -> tuple[dict[str, dict[str, TensorSource]], bytes]:
     """A critic's tensors by stem, as a step of Cairn holds them, and its config.json.
 
     Args:

@@ -10,9 +10,9 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import check_content, check_files, holds_tensors, load_manifest
 from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tensors.layout import StoredTensor, TensorSpec
-from cairn.checkpoint.tensors.reader import Piece, read_pieces
+from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Stage
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class CheckedStep:
         check_files(folder, self._manifest, tensors=False)
         check_tables(folder, self._manifest.contents)
 
-    def watch(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
+    def watch(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
         """The same tensors; the values that are read of them count in `check`."""
         for tensor in tensors.values():
             if _is_plain(tensor):
@@ -83,21 +83,21 @@ class CheckedStep:
         return seen.nbytes == seen.size and [f"{crc:016x}" for crc in seen.chunks()] == crcs
 
 
-def _is_plain(tensor: Source) -> TypeGuard[StoredTensor]:
+def _is_plain(tensor: TensorSource) -> TypeGuard[StoredTensor]:
     """Whether the bytes of a tensor are those of a file that is here: not packed, and not away."""
     return isinstance(tensor, StoredTensor) and not (tensor.packed or tensor.away)
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A tensor of a step; a `Source`."""
+    """A tensor of a step; a `TensorSource`."""
 
     step: CheckedStep
     tensor: StoredTensor
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         dtype = dtype_of(self.tensor)
-        piece = Piece(self.tensor.path, self.tensor.offset + first * dtype.itemsize, dtype, into)
+        piece = ReadRange(self.tensor.path, self.tensor.offset + first * dtype.itemsize, dtype, into)
         self.step.count(read_pieces([piece]))

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
-from cairn.formats.common.tensor_views import Joined, Run
+from cairn.checkpoint.tensors.source import TensorSource
+from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_metadata import DcpTensor
 
 _FUSED = re.compile(r"(layers\.(?:0|[1-9][0-9]{0,5})\.attention\.)qkv_linear\.wqkv\.weight")
@@ -31,8 +31,8 @@ def head_norm(name: str) -> str:
 
 
 def cut(
-    source: Source, names: tuple[str, ...], weights: Mapping[str, DcpTensor], head: int
-) -> dict[str, Source] | None:
+    source: TensorSource, names: tuple[str, ...], weights: Mapping[str, DcpTensor], head: int
+) -> dict[str, TensorSource] | None:
     """A moment of the weights `names`, from that of the one weight; None if the shapes are others.
 
     Args:
@@ -49,10 +49,10 @@ def cut(
     rows = per_key + 2
     places = ((0, per_key), (per_key, 1), (per_key + 1, 1))
     each = head * width
-    parts: dict[str, Source] = {}
+    parts: dict[str, TensorSource] = {}
     for name, (first, count) in zip(names, places, strict=True):
         runs = tuple(
-            Run(source, (group * rows + first) * each, count * each) for group in range(keys // head)
+            ValueRange(source, (group * rows + first) * each, count * each) for group in range(keys // head)
         )
         spec = TensorSpec(name, source.spec.dtype, weights[name].shape)
         assert sum(run.count for run in runs) == math.prod(spec.shape)

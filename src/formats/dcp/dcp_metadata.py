@@ -16,7 +16,14 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import PLAIN_NAME
 from cairn.formats.dcp.dcp_programs import FILE_NAME
-from cairn.formats.torch_file.safe_pickle import Record, Refused, ignored, load, ordered_dict, record
+from cairn.formats.torch_file.safe_pickle import (
+    ForbiddenPickle,
+    PickledObject,
+    ignored,
+    load,
+    ordered_dict,
+    record,
+)
 from cairn.formats.torch_file.torch_stream import MAX_VALUES, Size, Stream
 
 MAX_BYTES = 256 << 20
@@ -94,12 +101,12 @@ def read_metadata(folder: Path) -> DcpIndex:
     """
     path = folder / FILE_NAME
     if (size := path.stat().st_size) > MAX_BYTES:
-        raise Refused(f"{path}: has {size} bytes; at most {MAX_BYTES} are read")
+        raise ForbiddenPickle(f"{path}: has {size} bytes; at most {MAX_BYTES} are read")
     data = path.read_bytes()
     try:
         return _index(folder, load(data, ALLOWED), len(data))
-    except Refused as error:
-        raise Refused(f"{path}: {error}") from None
+    except ForbiddenPickle as error:
+        raise ForbiddenPickle(f"{path}: {error}") from None
     except Damaged as error:
         raise Damaged(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -138,13 +145,13 @@ def _index(folder: Path, metadata: object, max_chunks: int) -> DcpIndex:
         about = _fields(entry, "TensorStorageMetadata")
         count += len(about["chunks"])
         if count > max_chunks:
-            raise Refused("lists the same chunks again and again")
+            raise ForbiddenPickle("lists the same chunks again and again")
         tensors[name] = _tensor(name, about, streams)
     return DcpIndex(tensors, values)
 
 
 def _fields(value: object, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or type(value).__name__ != kind:
+    if not isinstance(value, PickledObject) or type(value).__name__ != kind:
         raise Damaged(f"holds a {type(value).__name__} where a {kind} should be")
     return value.fields
 
@@ -154,9 +161,11 @@ def _stream(folder: Path, info: object, key: str, sizes: dict[str, int]) -> Stre
     about = _fields(info, "_StorageInfo")
     name, offset, length = about["relative_path"], about["offset"], about["length"]
     if about.get("transform_descriptors"):
-        raise Refused(f"{key} is compressed ({about['transform_descriptors']!r}), which Cairn does not read")
+        raise ForbiddenPickle(
+            f"{key} is compressed ({about['transform_descriptors']!r}), which Cairn does not read"
+        )
     if type(name) is not str or not PLAIN_NAME.fullmatch(name):
-        raise Refused(f"{key} lies in {name!r}, which is not a plain file name")
+        raise ForbiddenPickle(f"{key} lies in {name!r}, which is not a plain file name")
     if name not in sizes:
         if not (folder / name).is_file():
             raise Damaged(f"{key} lies in {name}, which does not exist")
@@ -191,7 +200,7 @@ def _tensor(
             raise Damaged(f"no file holds {name} at {list(begin)}")
         chunks.append(Chunk(tuple(begin), tuple(sizes), streams[name, tuple(begin)]))
     if math.prod(shape) > MAX_VALUES:
-        raise Refused(f"{name} has the absurd shape {list(shape)}")
+        raise ForbiddenPickle(f"{name} has the absurd shape {list(shape)}")
     check_covered(name, shape, chunks)
     return DcpTensor(dtype, shape, tuple(chunks))
 

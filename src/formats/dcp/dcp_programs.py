@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from cairn.model.architectures import ARCHITECTURES, EXPERTS, Names, Part, Role
+from cairn.model.architectures import ARCHITECTURES, EXPERTS, ModelTensor, Names, Role
 
 FILE_NAME = ".metadata"
 """The file in which torch lists what a checkpoint holds."""
@@ -160,7 +160,7 @@ _OLDER = Names(
 """Those that older versions have instead."""
 
 
-def from_titan(name: str) -> Part | None:
+def from_titan(name: str) -> ModelTensor | None:
     """What the weight with a name of torchtitan's is; None if the tables lack it."""
     return TITAN.part(name) or _OLDER.part(name)
 

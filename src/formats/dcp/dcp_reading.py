@@ -12,11 +12,11 @@ from transformers import AutoConfig
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import pieces_of, value_of
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
-from cairn.formats.common.tensor_views import Section
+from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.dcp.dcp_fused import cut, fused_parts, head_norm
 from cairn.formats.dcp.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_programs import PROGRAMS, Program
@@ -91,7 +91,9 @@ class _Reading:
             state_refused=f"it is of weights that are not there: {listed(strange)}" if strange else None,
         )
 
-    def _in_hub_order(self, tensors: Mapping[str, Source], model: Path | None) -> dict[str, Source]:
+    def _in_hub_order(
+        self, tensors: Mapping[str, TensorSource], model: Path | None
+    ) -> dict[str, TensorSource]:
         """Weights or AdamW's state, with the rows of queries and keys in the hub's order.
 
         torchtitan keeps a Llama's in the order of Meta's.
@@ -121,13 +123,13 @@ class _Reading:
         beside = (self.source / place for place in MODEL_FOLDERS)
         return self.model or next((f for f in beside if (f / "config.json").exists()), None)
 
-    def _weights(self) -> Iterator[tuple[str, Source]]:
+    def _weights(self) -> Iterator[tuple[str, TensorSource]]:
         """The weights by the hub's names."""
         for key, tensor in self.index.tensors.items():
             if self.program.is_weight(key):
                 yield from self._named(key.removeprefix(self.program.weights), tensor)
 
-    def _named(self, name: str, tensor: DcpTensor, kind: str = "") -> Iterator[tuple[str, Source]]:
+    def _named(self, name: str, tensor: DcpTensor, kind: str = "") -> Iterator[tuple[str, TensorSource]]:
         """A weight, or a kind of its state, by the hub's name; one of all experts is cut into each one's.
 
         The step of such a tensor is that of its first expert, and stands for all.
@@ -150,7 +152,7 @@ class _Reading:
         for expert in range(tensor.shape[0]):
             own = self.program.named(name, expert) + after
             spec = TensorSpec(own, whole.spec.dtype, shape)
-            yield own, Section(whole, expert * math.prod(shape), spec)
+            yield own, TensorSection(whole, expert * math.prod(shape), spec)
 
     def _expert_biases(self) -> Iterator[str]:
         """What is said of torchtitan's biases of experts, if there are some.
@@ -168,7 +170,7 @@ class _Reading:
         if biases:
             yield "expert_bias_E: the biases that balance experts, which are all zero"
 
-    def _state(self) -> Iterator[tuple[str, Source]]:
+    def _state(self) -> Iterator[tuple[str, TensorSource]]:
         """AdamW's state.
 
         Raises:
@@ -191,7 +193,7 @@ class _Reading:
                 f"{self.source}: the optimiser's state has values that AdamW's has not: {listed(strange)}"
             )
 
-    def _fused(self, owner: str, tensor: DcpTensor, kind: str) -> list[tuple[str, Source]]:
+    def _fused(self, owner: str, tensor: DcpTensor, kind: str) -> list[tuple[str, TensorSource]]:
         """A kind of the state of torchtitan's one weight of queries, keys and values, by the hub's names.
 
         Empty if `owner` is another weight, or does not fit the weights that are there.
@@ -203,7 +205,7 @@ class _Reading:
         if not names:
             return []
         whole = DcpSource.of(f"{owner}.{kind}", tensor)
-        parts: Mapping[str, Source] | None = dict.fromkeys(names, whole)
+        parts: Mapping[str, TensorSource] | None = dict.fromkeys(names, whole)
         if kind != "step":
             parts = cut(whole, names, self.index.tensors, self._head(owner))
         return [(f"{self.program.named(name)}.{kind}", part) for name, part in (parts or {}).items()]
@@ -287,6 +289,6 @@ def _program(source: Path, keys: Iterable[str]) -> Program:
     )
 
 
-def _has_values(source: Source) -> bool:
+def _has_values(source: TensorSource) -> bool:
     """Whether any value of a tensor is other than zero."""
     return any(bool(piece.any()) for piece in pieces_of(source))

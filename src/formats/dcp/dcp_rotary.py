@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.common.adamw import MOMENTS
 from cairn.formats.common.tensor_views import RotaryRows
 from cairn.formats.dcp.dcp_programs import TITAN_TYPES
@@ -17,8 +17,8 @@ REORDERED = ("llama",)
 
 
 def in_rotary_order(
-    tensors: Mapping[str, Source], config: "PreTrainedConfig", *, to_hub: bool
-) -> dict[str, Source]:
+    tensors: Mapping[str, TensorSource], config: "PreTrainedConfig", *, to_hub: bool
+) -> dict[str, TensorSource]:
     """Weights or AdamW's state, by the hub's names of weights, with rows in the hub's order or torchtitan's.
 
     Raises:
@@ -29,7 +29,7 @@ def in_rotary_order(
         return dict(tensors)
     sizes = sizes_of(config)
     heads: dict[Role, int] = {"attention.query": sizes.heads, "attention.key": sizes.kv_heads}
-    ordered: dict[str, Source] = {}
+    ordered: dict[str, TensorSource] = {}
     for name, source in tensors.items():
         weight, _, kind = name.rpartition(".")
         part = architecture.part(weight if kind in MOMENTS else name)

@@ -13,11 +13,11 @@ from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import Piece, as_memory, read_pieces
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.storage_cache import extent, whole_storage
 from cairn.checkpoint.tensors.stream_writer import pieces_of
-from cairn.formats.common.tensor_views import Section
+from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor
 from cairn.formats.torch_file.torch_stream import Values, locate
 
@@ -49,7 +49,7 @@ class DcpSource:
         return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, values)
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """Read consecutive values; see `content.Source`.
+        """Read consecutive values; see `content.TensorSource`.
 
         Raises:
             Damaged: a file ends too early, or is not what its metadata says.
@@ -113,7 +113,7 @@ class DcpSource:
         """Read values of a chunk's storage, beginning with item `first`, and check them."""
         values = self._values(chunk)
         begin = first * values.dtype.itemsize
-        read_pieces([Piece(values.path, values.offset + begin, values.dtype, into, counted=False)])
+        read_pieces([ReadRange(values.path, values.offset + begin, values.dtype, into, counted=False)])
         if not values.crc:
             return
         if into.numel() == values.count:  # perhaps not for the first time
@@ -145,7 +145,7 @@ class DcpSource:
             target[mine] = whole[mine]
 
 
-def unstacked(name: str, tensor: DcpTensor, depth: int) -> dict[tuple[int, ...], Source]:
+def unstacked(name: str, tensor: DcpTensor, depth: int) -> dict[tuple[int, ...], TensorSource]:
     """The tensors of the same shape that one of more dimensions holds, such as the layers of a model.
 
     Args:
@@ -168,17 +168,17 @@ def unstacked(name: str, tensor: DcpTensor, depth: int) -> dict[tuple[int, ...],
         }
     whole, each = DcpSource.of(name, tensor), math.prod(shape)
     spec = TensorSpec(name, whole.spec.dtype, shape)
-    return {index: Section(whole, number * each, spec) for number, index in enumerate(indices)}
+    return {index: TensorSection(whole, number * each, spec) for number, index in enumerate(indices)}
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A tensor all of whose values are compared with their checksums before the first is given; a `Source`.
+class ChecksummedTensor:
+    """A tensor all of whose values are compared with their checksums before the first is given.
 
-    For tensors that are read in parts out of order, or not to the end.
+    A `TensorSource`. For tensors that are read in parts out of order, or not to the end.
     """
 
-    source: Source
+    source: TensorSource
     _done: list[bool] = field(default_factory=list[bool], compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -188,7 +188,7 @@ class Checked:
         return self.source.spec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `Source.fill`.
+        """See `TensorSource.fill`.
 
         Raises:
             Damaged: a value differs from its checksum.

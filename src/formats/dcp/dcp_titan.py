@@ -14,7 +14,7 @@ from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
 from cairn.checkpoint.tensors.source import listed
 from cairn.formats.common.outgoing import Outgoing
-from cairn.formats.common.tensor_views import Joined, Run
+from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_programs import TITAN, TITAN_TYPES, expert_bias
 from cairn.model.architectures import EXPERTS, Architecture, architecture_of, sizes_of
 from cairn.model.hub_layout import hub_layout
@@ -38,7 +38,7 @@ class TitanPart:
         if not self.places:
             return tensor
         shape = self.places[0].shape
-        runs = tuple(Run(tensor.source, place.first, math.prod(shape)) for place in self.places)
+        runs = tuple(ValueRange(tensor.source, place.first, math.prod(shape)) for place in self.places)
         spec = TensorSpec(self.name, tensor.source.spec.dtype, (len(runs), *shape))
         return Outgoing(Joined(runs, spec), tensor.dtype)
 

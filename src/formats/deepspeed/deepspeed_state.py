@@ -14,12 +14,12 @@ import torch
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import settings_of, whole_steps
-from cairn.formats.common.tensor_views import Section
+from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.torch_file.pickled import HeldTensor
-from cairn.formats.torch_file.safe_pickle import Refused, record
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, record
 from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
 from cairn.formats.torch_file.torch_stream import TensorInFile
 from cairn.run.files import read_json
@@ -32,7 +32,7 @@ MAX_VALUES = 1 << 50
 
 def _stage(value: object = None, *_: object) -> int:
     if type(value) is not int or not 0 <= value <= 3:
-        raise Refused(f"ZeRO has no stage {value!r}")
+        raise ForbiddenPickle(f"ZeRO has no stage {value!r}")
     return value
 
 
@@ -47,7 +47,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 @dataclass(frozen=True)
-class TrainerProgress:
+class HFTrainerProgress:
     """What is read of trainer_state.json."""
 
     num_input_tokens_seen: int = 0
@@ -194,21 +194,21 @@ def number_of_steps(path: Path, value: object) -> float:
     return float(whole_steps(number, path))
 
 
-def held_step(name: str, steps: float) -> Source:
+def held_step(name: str, steps: float) -> TensorSource:
     """A step, as torch's AdamW keeps it."""
     return HeldTensor(torch.tensor(steps, dtype=torch.float32), TensorSpec(f"{name}.step", "F32", ()))
 
 
-def renamed(name: str, tensor: SavedTensor, shape: tuple[int, ...] | None = None) -> Source:
+def renamed(name: str, tensor: SavedTensor, shape: tuple[int, ...] | None = None) -> TensorSource:
     """A tensor of a file under a name, and possibly in another shape."""
     spec = TensorSpec(name, tensor.spec.dtype, tensor.spec.shape if shape is None else shape)
-    return Section(tensor, 0, spec)
+    return TensorSection(tensor, 0, spec)
 
 
 def content_of(
     state: ModelState,
-    weights: dict[str, Source],
-    moments: Mapping[str, Source],
+    weights: dict[str, TensorSource],
+    moments: Mapping[str, TensorSource],
     groups: Sequence[Mapping[str, Any]],
     clip: object,
     model: Path | None,
@@ -226,7 +226,7 @@ def content_of(
         settings["optimizer.max_grad_norm"] = clip
     samples = state.fields.get("global_samples")
     near = (state.path.parent / TRAINER_STATE, state.path.parent.parent / TRAINER_STATE)
-    trainer = next((read_json(path, TrainerProgress) for path in near if path.is_file()), None)
+    trainer = next((read_json(path, HFTrainerProgress) for path in near if path.is_file()), None)
     return Content(
         {MODEL: named, OPTIMIZER: moments},
         model=model,

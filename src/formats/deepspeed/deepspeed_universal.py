@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
 from cairn.formats.deepspeed.deepspeed_files import STATES, UNIVERSAL
 from cairn.formats.deepspeed.deepspeed_state import (
@@ -42,8 +42,8 @@ def read_universal(folder: Path, model: Path | None) -> Content:
     groups, given, clip = _common(path, common)
     for own in groups:
         check_adamw(path, MOMENTS, own, config_in(state.fields))
-    weights: dict[str, Source] = {}
-    moments: dict[str, Source] = {}
+    weights: dict[str, TensorSource] = {}
+    moments: dict[str, TensorSource] = {}
     for own in sorted((folder / UNIVERSAL).iterdir()):
         if not own.is_dir():
             continue
@@ -98,7 +98,7 @@ def _common(path: Path, common: Any) -> tuple[Sequence[Mapping[str, Any]], objec
         raise Damaged(f"{path}: not an optimiser's state ({type(error).__name__}: {error})") from None
 
 
-def _tensor(folder: Path, kind: str, name: str, shape: tuple[int, ...] | None) -> Source:
+def _tensor(folder: Path, kind: str, name: str, shape: tuple[int, ...] | None) -> TensorSource:
     """A parameter's weights or moments: a tensor, flat after ZeRO 3, or a dictionary with one.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import OPTIMIZER
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.match_layout import refuse
 from cairn.formats.common.outgoing import Outgoing, weights_of
@@ -69,7 +69,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     write_progress(content, folder, TRAINER_GROUPS, rate_of(content.settings, content.step + 1))
 
 
-def _check(weights: Mapping[str, Outgoing], state: Mapping[str, Source], where: Path) -> None:
+def _check(weights: Mapping[str, Outgoing], state: Mapping[str, TensorSource], where: Path) -> None:
     """Check that there are masters in full precision, and the state of AdamW for each.
 
     Raises:
@@ -83,7 +83,7 @@ def _check(weights: Mapping[str, Outgoing], state: Mapping[str, Source], where: 
     refuse(sorted(wanted ^ state.keys()), where, "the optimiser's state is not AdamW's of every weight")
 
 
-def _step(state: Mapping[str, Source], weights: Collection[str]) -> torch.Tensor:
+def _step(state: Mapping[str, TensorSource], weights: Collection[str]) -> torch.Tensor:
     """The step of AdamW, float32 of shape [].
 
     Raises:

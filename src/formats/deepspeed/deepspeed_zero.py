@@ -12,9 +12,9 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
-from cairn.formats.common.tensor_views import Joined, Run
+from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.deepspeed.deepspeed_files import STATES
 from cairn.formats.deepspeed.deepspeed_state import (
     ALLOWED,
@@ -67,8 +67,8 @@ def read_zero(folder: Path, model: Path | None) -> Content:
     if len(state.shapes) != len(first.masters):
         raise Damaged(f"{state.path}: lists {len(state.shapes)} groups of {len(first.masters)}")
     runs = dict((_runs_3 if first.stage == 3 else _runs_12)(ranks, state))
-    weights: dict[str, Source] = {}
-    moments: dict[str, Source] = {}
+    weights: dict[str, TensorSource] = {}
+    moments: dict[str, TensorSource] = {}
     for name, (shape, group, cuts) in runs.items():
         weights[name] = _joined(name, shape, [rank.masters for rank in ranks], cuts)
         for kind in MOMENTS:
@@ -81,7 +81,7 @@ def read_zero(folder: Path, model: Path | None) -> Content:
 
 
 @dataclass(frozen=True)
-class Cut:
+class FlatSlice:
     """Values of a parameter in a rank's flat tensor `group`: `count` of them, from value `first` on."""
 
     rank: int
@@ -90,15 +90,15 @@ class Cut:
     count: int
 
 
-Cuts = tuple[tuple[int, ...], int, list[Cut]]
+Cuts = tuple[tuple[int, ...], int, list[FlatSlice]]
 """A parameter's shape, its group, and where its values are."""
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], flats: Sequence[Sequence[SavedTensor]], cuts: Sequence[Cut]
-) -> Source:
+    name: str, shape: tuple[int, ...], flats: Sequence[Sequence[SavedTensor]], cuts: Sequence[FlatSlice]
+) -> TensorSource:
     """A parameter, or a moment of it, of the flat tensors of each rank."""
-    runs = tuple(Run(flats[cut.rank][cut.group], cut.first, cut.count) for cut in cuts)
+    runs = tuple(ValueRange(flats[cut.rank][cut.group], cut.first, cut.count) for cut in cuts)
     types = {run.source.spec.dtype for run in runs}
     if len(types) > 1:
         raise Damaged(f"{name} has values of several types: {', '.join(sorted(types))}")
@@ -232,10 +232,10 @@ def _runs_12(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, C
         part = _part(ranks, group, end)
         for name, shape in shapes.items():
             begin, stop = starts[name], starts[name] + math.prod(shape)
-            cuts: list[Cut] = []
+            cuts: list[FlatSlice] = []
             for rank in range(begin // part, -(-stop // part)):
                 low, high = max(begin, rank * part), min(stop, (rank + 1) * part)
-                cuts.append(Cut(rank, group, low - rank * part, high - low))
+                cuts.append(FlatSlice(rank, group, low - rank * part, high - low))
             _check_mapping(ranks, group, name, cuts)
             yield name, (shape, group, cuts)
 
@@ -285,7 +285,7 @@ def _part(ranks: Sequence[_Rank], group: int, end: int) -> int:
     return max(sizes.pop(), 1)
 
 
-def _check_mapping(ranks: Sequence[_Rank], group: int, name: str, cuts: Sequence[Cut]) -> None:
+def _check_mapping(ranks: Sequence[_Rank], group: int, name: str, cuts: Sequence[FlatSlice]) -> None:
     """Compare with where each rank says that its part of a parameter is, if it says so.
 
     With `round_robin_gradients`, DeepSpeed lists other places than the parameters have (0.19.8).
@@ -318,10 +318,10 @@ def _runs_3(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, Cu
         for name, shape in shapes.items():
             count = math.prod(shape)
             part = -(-count // len(ranks))
-            cuts: list[Cut] = []
+            cuts: list[FlatSlice] = []
             for rank in range(len(ranks)):
                 if (real := min(part, count - rank * part)) > 0:
-                    cuts.append(Cut(rank, group, end, real))
+                    cuts.append(FlatSlice(rank, group, end, real))
             end += part
             yield name, (shape, group, cuts)
         for rank in ranks:
@@ -334,11 +334,11 @@ def _runs_3(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, Cu
                 )
 
 
-def _others(states: Sequence[ModelState], stage: int, trained: Collection[str]) -> dict[str, Source]:
+def _others(states: Sequence[ModelState], stage: int, trained: Collection[str]) -> dict[str, TensorSource]:
     """The model's tensors that the optimiser does not hold: buffers, and parameters that are not trained."""
     state = states[0]
     frozen = state.frozen()
-    others: dict[str, Source] = {}
+    others: dict[str, TensorSource] = {}
     for name, tensor in state.module.items():
         whole = name in state.buffers or (stage < 3 and name not in frozen)
         if whole and name not in trained and name not in state.shared:
@@ -348,9 +348,9 @@ def _others(states: Sequence[ModelState], stage: int, trained: Collection[str]) 
         left = count = math.prod(shape)
         if len(parts) != len(states) or not 0 <= sum(part.count for part in parts) - count < len(parts):
             raise Damaged(f"{state.path}: {name}, which is not trained, has not all of its values")
-        cuts: list[Cut] = []
+        cuts: list[FlatSlice] = []
         for number, part in enumerate(parts):
-            cuts.append(Cut(0, number, 0, min(part.count, left)))
+            cuts.append(FlatSlice(0, number, 0, min(part.count, left)))
             left -= cuts[-1].count
         others[name] = _joined(name, shape, [parts], [cut for cut in cuts if cut.count])
     return others

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import StoredTensor, TensorSpec
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 
 if TYPE_CHECKING:
     import torch
@@ -54,18 +54,18 @@ class GgufFile:
 
     path: Path
     values: dict[str, Any]
-    tensors: dict[str, Source]
+    tensors: dict[str, TensorSource]
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor in blocks of Q8_0, as float32; a `Source`. blocks: its bytes."""
+    """A tensor in blocks of Q8_0, as float32; a `TensorSource`. blocks: its bytes."""
 
-    blocks: Source
+    blocks: TensorSource
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         import torch
 
         begin = first // BLOCK
@@ -197,7 +197,7 @@ def _entry(cursor: _Cursor) -> _Entry:
     return _Entry(name, shape, cursor.number("I"), cursor.number("Q"))
 
 
-def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[str, Source]:
+def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[str, TensorSource]:
     """Where the tensors lie.
 
     Raises:
@@ -210,7 +210,7 @@ def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[s
             f"{path}: holds tensors in {', '.join(kinds)}, and only F32, F16, BF16 and Q8_0 are read: "
             f"{listed(entry.name for entry in refused)}"
         )
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     position = start
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.kind == Q8_0:
@@ -219,7 +219,7 @@ def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[s
             nbytes = math.prod(entry.shape) // BLOCK * BLOCK_BYTES
             blocks = TensorSpec(entry.name, "U8", (nbytes,))
             spec = TensorSpec(entry.name, "F32", entry.shape)
-            found_here: Source = Quantized(StoredTensor(path, start + entry.offset, blocks), spec)
+            found_here: TensorSource = Quantized(StoredTensor(path, start + entry.offset, blocks), spec)
         else:
             spec = TensorSpec(entry.name, PLAIN[entry.kind], entry.shape)
             nbytes = spec.nbytes

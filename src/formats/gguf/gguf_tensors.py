@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source, listed
-from cairn.formats.common.tensor_views import Joined, RotaryRows, Section
+from cairn.checkpoint.tensors.source import TensorSource, listed
+from cairn.formats.common.tensor_views import Joined, RotaryRows, TensorSection
 from cairn.formats.gguf.gguf_file import GgufFile
 from cairn.formats.gguf.gguf_model import GGUF_NAMES, MODEL_TYPES, ROPE_FACTORS
-from cairn.model.architectures import ARCHITECTURES, NORMS, Part, architecture_of
+from cairn.model.architectures import ARCHITECTURES, NORMS, ModelTensor, architecture_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shifted:
-    """A tensor plus a number, as float32; a `Source`."""
+    """A tensor plus a number, as float32; a `TensorSource`."""
 
-    source: Source
+    source: TensorSource
     by: float
 
     @property
@@ -35,7 +35,7 @@ class Shifted:
         return TensorSpec(self.source.spec.name, "F32", self.source.spec.shape)
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         import torch
 
         from cairn.checkpoint.tensors.sharded_files import dtype_of
@@ -45,7 +45,7 @@ class Shifted:
         torch.add(values.float(), self.by, out=into)
 
 
-def hub_tensors(file: GgufFile, config: "PreTrainedConfig") -> dict[str, Source]:
+def hub_tensors(file: GgufFile, config: "PreTrainedConfig") -> dict[str, TensorSource]:
     """The weights of a file by the hub's names; queries, keys and norms as the hub has them.
 
     Raises:
@@ -54,7 +54,7 @@ def hub_tensors(file: GgufFile, config: "PreTrainedConfig") -> dict[str, Source]
     """
     architecture = architecture_of(config, MODEL_TYPES.values())
     found = {name: source for name, source in file.tensors.items() if name != ROPE_FACTORS}
-    tensors: dict[str, Source] = {}
+    tensors: dict[str, TensorSource] = {}
     strange: list[str] = []
     for name, part in GGUF_NAMES.parts(found, file.path).items():
         source = found[name]
@@ -63,7 +63,7 @@ def hub_tensors(file: GgufFile, config: "PreTrainedConfig") -> dict[str, Source]
             if len(source.spec.shape) != 3 or source.spec.shape[0] != config.num_experts:  # pyright: ignore
                 raise Damaged(f"{file.path}: {name} {list(source.spec.shape)} holds other experts")
             parts = {
-                Part(part.role, part.kind, part.layer, n): Section(
+                ModelTensor(part.role, part.kind, part.layer, n): TensorSection(
                     source, n * math.prod(shape), TensorSpec(name, source.spec.dtype, shape)
                 )
                 for n in range(source.spec.shape[0])
@@ -81,7 +81,9 @@ def hub_tensors(file: GgufFile, config: "PreTrainedConfig") -> dict[str, Source]
     return tensors
 
 
-def converted(part: Part, source: Source, config: "PreTrainedConfig", *, to_hub: bool) -> Source:
+def converted(
+    part: ModelTensor, source: TensorSource, config: "PreTrainedConfig", *, to_hub: bool
+) -> TensorSource:
     """A tensor's values as GGUF has them, or with `to_hub` as the hub has them.
 
     Raises:
@@ -100,15 +102,17 @@ def converted(part: Part, source: Source, config: "PreTrainedConfig", *, to_hub:
     return source
 
 
-def gguf_tensors(weights: Mapping[str, Source], config: "PreTrainedConfig", where: Path) -> dict[str, Source]:
+def gguf_tensors(
+    weights: Mapping[str, TensorSource], config: "PreTrainedConfig", where: Path
+) -> dict[str, TensorSource]:
     """The inverse of `hub_tensors`.
 
     Raises:
         CheckpointError: weights have no counterpart, or an expert is missing.
     """
     architecture = architecture_of(config, MODEL_TYPES.values())
-    tensors: dict[str, Source] = {}
-    experts: dict[str, dict[int, Source]] = {}
+    tensors: dict[str, TensorSource] = {}
+    experts: dict[str, dict[int, TensorSource]] = {}
     for name, part in architecture.parts(weights, where).items():
         gguf_name = GGUF_NAMES.name(part)
         assert gguf_name is not None, part  # it has a name for every role

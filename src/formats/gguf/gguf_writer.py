@@ -16,7 +16,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES, DTYPES
 from cairn.checkpoint.tensors.reader import as_bytes, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import PIECE_BYTES, pieces_of
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.packages import needed
@@ -68,7 +68,11 @@ def write(content: Content, path: Path, options: WriteOptions) -> None:
 
 
 def check(
-    name: str, back: Source, source: Source, options: WriteOptions, on_bytes: Callable[[int], None]
+    name: str,
+    back: TensorSource,
+    source: TensorSource,
+    options: WriteOptions,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Compare a weight that was read back with the one that was written; see `gguf.Gguf.write`.
 
@@ -92,17 +96,17 @@ def check(
             raise Damaged(f"{name} differs from what was written")
 
 
-def _in_steps(source: Source) -> Iterator[torch.Tensor]:
+def _in_steps(source: TensorSource) -> Iterator[torch.Tensor]:
     """The values of a tensor in pieces of a fixed number of values, whatever its data type."""
     for piece in pieces_of(source):
         yield from piece.split(PIECE_BYTES // 64)
 
 
-def _is_matrix(source: Source) -> bool:
+def _is_matrix(source: TensorSource) -> bool:
     return len(source.spec.shape) > 1
 
 
-def _kind(name: str, source: Source, options: WriteOptions) -> str:
+def _kind(name: str, source: TensorSource, options: WriteOptions) -> str:
     """The type as which a tensor is written.
 
     Raises:
@@ -120,7 +124,7 @@ def _kind(name: str, source: Source, options: WriteOptions) -> str:
 
 
 def _write_header(
-    gguf: Any, path: Path, values: dict[str, Any], tensors: dict[str, Source], kinds: dict[str, str]
+    gguf: Any, path: Path, values: dict[str, Any], tensors: dict[str, TensorSource], kinds: dict[str, str]
 ) -> None:
     writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
     types = gguf.GGUFValueType
@@ -150,7 +154,7 @@ def _write_header(
     writer.close()
 
 
-def _encoded(gguf: Any, name: str, source: Source, kind: str) -> Iterator[memoryview]:
+def _encoded(gguf: Any, name: str, source: TensorSource, kind: str) -> Iterator[memoryview]:
     """A tensor's bytes in the file, in pieces.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import settings_of
 from cairn.formats.huggingface.hf_trainer_groups import KINDS, groups_of, state_by_name, weights_in_order
@@ -59,7 +59,7 @@ class Accelerate:
             for name, why in LEFT_OUT.items()
             if path.name.startswith(name)
         ]
-        tensors: dict[str, Mapping[str, Source]] = {MODEL: weights_in(source)}
+        tensors: dict[str, Mapping[str, TensorSource]] = {MODEL: weights_in(source)}
         settings: dict[str, Any] = {}
         if (source / OPTIMIZER_FILE).is_file():
             try:
@@ -79,7 +79,7 @@ class Accelerate:
         )
 
 
-def _state(path: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any]]:
+def _state(path: Path, model: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
     """AdamW's state by transformers' names, and the settings in its groups.
 
     Raises:
@@ -118,7 +118,7 @@ def _state(path: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any]]:
     return state_by_name(order, numbers, states, path, misfit), settings_of(groups, path)
 
 
-def _step(state: Mapping[str, Source]) -> int | None:
+def _step(state: Mapping[str, TensorSource]) -> int | None:
     """How many updates the optimiser has made; None if there is no state."""
     source = next((one for name, one in state.items() if name.endswith(".step")), None)
     if source is None:

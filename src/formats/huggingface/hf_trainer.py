@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.common.adamw import settings_of
 from cairn.formats.common.roundtrip import KeptValues
@@ -34,7 +34,7 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class TrainerState:
+class HFTrainerState:
     """What is read of trainer_state.json."""
 
     global_step: int
@@ -62,7 +62,7 @@ class HuggingFaceTrainer:
             Damaged: a file is invalid, or would execute code.
             CheckpointError: the optimiser is not AdamW, or its state does not fit the model.
         """
-        progress = read_json(source / STATE, TrainerState)
+        progress = read_json(source / STATE, HFTrainerState)
         if progress is None:
             raise FileNotFoundError(2, "no such file", str(source / STATE))
         state, settings, notes = _read_optimizer(source, model or source)
@@ -98,7 +98,9 @@ class HuggingFaceTrainer:
         return kept.read_back(self, folder)
 
 
-def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any], tuple[str, ...]]:
+def _read_optimizer(
+    source: Path, model: Path
+) -> tuple[dict[str, TensorSource], dict[str, Any], tuple[str, ...]]:
     """AdamW's state by transformers' names, the settings in its groups, and what is left out of these.
 
     Args:
@@ -156,7 +158,7 @@ def _settings(groups: Collection[Mapping[str, Any]], path: Path) -> dict[str, An
     }
 
 
-def _read_schedule(source: Path, progress: TrainerState) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read_schedule(source: Path, progress: HFTrainerState) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings of the schedule, and what has to be said of it.
 
     Trainer does not store which schedule it was, but the rates that it gave.
@@ -188,7 +190,7 @@ def _read_schedule(source: Path, progress: TrainerState) -> tuple[dict[str, Any]
     )
 
 
-def _position(source: Path, progress: TrainerState) -> str:
+def _position(source: Path, progress: HFTrainerState) -> str:
     """What is known of the position in the data."""
     ranks = len(list(source.glob("rng_state*.pth")))
     known = [f"step {progress.global_step}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.model.untrusted_config import load_config
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def state_by_name(
     states: Mapping[Any, Mapping[str, Any]],
     path: Path,
     misfit: Callable[[Any, list[int], str, list[int]], str],
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """The state of an optimiser that numbers weights, by their names.
 
     Args:
@@ -71,7 +71,7 @@ def state_by_name(
     """
     from cairn.formats.torch_file.pickled import source_of
 
-    tensors: dict[str, Source] = {}
+    tensors: dict[str, TensorSource] = {}
     for number, (name, shape) in zip(numbers, order.items(), strict=True):
         for kind, value in sorted(states[number].items()):
             tensor = source_of(f"{name}.{kind}", value, path)

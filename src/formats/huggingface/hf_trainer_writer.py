@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import OPTIMIZER
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.match_layout import refuse
@@ -95,7 +95,7 @@ def write_progress(content: Content, folder: Path, groups: int, rate: float) -> 
     progress.save_to_json(str(folder / STATE))
 
 
-def _of_one(name: str, state: Mapping[str, Source]) -> dict[str, Outgoing]:
+def _of_one(name: str, state: Mapping[str, TensorSource]) -> dict[str, Outgoing]:
     """AdamW's state of one weight."""
     return {kind: Outgoing.of(state[f"{name}.{kind}"]) for kind in ("step", "exp_avg", "exp_avg_sq")}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL, OF_ADAPTERS
 from cairn.checkpoint.tensors.layout import find_tensors
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.huggingface.card import FILE_NAME, model_card
@@ -53,7 +53,7 @@ class HuggingFace:
         return kept.read_back(self, folder)
 
 
-def weights_in(folder: Path) -> Mapping[str, Source]:
+def weights_in(folder: Path) -> Mapping[str, TensorSource]:
     """The weights, by their names in the folder: as transformers, from safetensors files if there are any.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.transfer.agreement import Agreed, agree
 from cairn.model.adapters import adapter_parts
 from cairn.model.hub_layout import Layout
@@ -25,13 +25,13 @@ class FittingBase:
     shape of the base. changes: entries of config.json that the merged model has instead of the base's.
     """
 
-    weights: Mapping[str, Source]
+    weights: Mapping[str, TensorSource]
     layout: Layout
     changes: dict[str, Any] = field(default_factory=dict[str, Any])
     said: tuple[str, ...] = ()
 
 
-def base_for(adapter: Path, weights: Mapping[str, Source], base: Path) -> FittingBase:
+def base_for(adapter: Path, weights: Mapping[str, TensorSource], base: Path) -> FittingBase:
     """The base in the folder `base`, whose files hold `weights`, for the adapter in the folder `adapter`.
 
     Embeddings to which the adapter has added rows, which PEFT then saves whole, widen the base. A head that
@@ -85,12 +85,12 @@ def base_for(adapter: Path, weights: Mapping[str, Source], base: Path) -> Fittin
     return FittingBase(named, other.layout, changes, tuple(said))
 
 
-def _is_part(name: str, parts: Mapping[str, Source]) -> bool:
+def _is_part(name: str, parts: Mapping[str, TensorSource]) -> bool:
     """Whether an adapter has a weight whole, or matrices that are added to it."""
     return name in parts or f"{name.removesuffix('.weight')}.lora_A.weight" in parts
 
 
-def _other_rows(found: Agreed, parts: Mapping[str, Source], adapter: Path) -> int | None:
+def _other_rows(found: Agreed, parts: Mapping[str, TensorSource], adapter: Path) -> int | None:
     """How many rows of the vocabulary the adapter holds, if those are not as many as the base has.
 
     Raises:

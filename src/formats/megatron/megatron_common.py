@@ -12,7 +12,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.common.adamw import whole_steps
 from cairn.formats.dcp.dcp_metadata import DcpIndex
-from cairn.formats.torch_file.safe_pickle import Record
+from cairn.formats.torch_file.safe_pickle import PickledObject
 from cairn.formats.torch_file.saved_tensors import SavedTensor, read_stream
 from cairn.formats.torch_file.torch_stream import Stream, TensorInFile
 
@@ -30,7 +30,7 @@ _INERT = frozenset(
 _INERT_MODULE = "megatron."
 
 
-class _Inert(Record):
+class _Inert(PickledObject):
     """Stands for an object of a class that the file names; holds what the file says of it."""
 
     def __init__(self, *_: object) -> None:

@@ -106,7 +106,7 @@ def _number(text: str) -> tuple[str, int | None]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RoleRows:
     """Consecutive rows of one part: `count` from row `first` of the tensor of several roles."""
 
     role: Role
@@ -114,7 +114,7 @@ class Rows:
     count: int
 
 
-def rows_of(roles: tuple[Role, ...], rows: int, sizes: Sizes) -> Iterator[Rows]:
+def rows_of(roles: tuple[Role, ...], rows: int, sizes: Sizes) -> Iterator[RoleRows]:
     """The rows of a tensor of one layer that holds several roles, in their order.
 
     Args:
@@ -124,11 +124,11 @@ def rows_of(roles: tuple[Role, ...], rows: int, sizes: Sizes) -> Iterator[Rows]:
         ValueError: they do not fit the model's sizes.
     """
     if len(roles) == 1:
-        yield Rows(roles[0], 0, rows)
+        yield RoleRows(roles[0], 0, rows)
     elif len(roles) == 2:
         if rows % 2:
             raise ValueError(f"has {rows} rows for {' and '.join(roles)}, which should be as many")
-        yield from (Rows(role, number * rows // 2, rows // 2) for number, role in enumerate(roles))
+        yield from (RoleRows(role, number * rows // 2, rows // 2) for number, role in enumerate(roles))
     else:
         each = (sizes.heads // sizes.kv_heads * sizes.head, sizes.head, sizes.head)
         if rows != sum(each) * sizes.kv_heads:
@@ -139,7 +139,7 @@ def rows_of(roles: tuple[Role, ...], rows: int, sizes: Sizes) -> Iterator[Rows]:
         first = 0
         for _ in range(sizes.kv_heads):
             for role, count in zip(roles, each, strict=True):
-                yield Rows(role, first, count)
+                yield RoleRows(role, first, count)
                 first += count
 
 

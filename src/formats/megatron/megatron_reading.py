@@ -15,18 +15,26 @@ from transformers import PreTrainedConfig
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.verified_copy import check_noted, noted
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import settings_of
-from cairn.formats.common.tensor_views import Joined, Run
+from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_reading import MODEL_FOLDERS
-from cairn.formats.dcp.dcp_tensors import Checked, unstacked
+from cairn.formats.dcp.dcp_tensors import ChecksummedTensor, unstacked
 from cairn.formats.megatron.megatron_common import KEY, Common, check_arguments, read_common
-from cairn.formats.megatron.megatron_names import MODEL_TYPES, PADDED, Key, Rows, parse, row_values, rows_of
+from cairn.formats.megatron.megatron_names import (
+    MODEL_TYPES,
+    PADDED,
+    Key,
+    RoleRows,
+    parse,
+    row_values,
+    rows_of,
+)
 from cairn.formats.torch_file.pickled import HeldTensor
-from cairn.model.architectures import Architecture, Part, Sizes, architecture_of, sizes_of
+from cairn.model.architectures import Architecture, ModelTensor, Sizes, architecture_of, sizes_of
 from cairn.model.untrusted_config import load_config
 from cairn.run.errors import UsageError
 
@@ -73,8 +81,8 @@ class _Reading:
 
     def content(self, companions: Path) -> Content:
         """All of it."""
-        weights: dict[str, Source] = {}
-        states: dict[str, dict[str, Source]] = {}
+        weights: dict[str, TensorSource] = {}
+        states: dict[str, dict[str, TensorSource]] = {}
         refused = self._refused()
         left_out = tuple(self._passed())
         for key, tensor in self.index.tensors.items():
@@ -155,7 +163,7 @@ class _Reading:
                 said.add(name)
                 yield f"{name}: {_PASSED[name]}"
 
-    def _parts(self, name: str, tensor: DcpTensor) -> Iterator[tuple[str, Source]]:
+    def _parts(self, name: str, tensor: DcpTensor) -> Iterator[tuple[str, TensorSource]]:
         """The hub's tensors in one of Megatron's, by name; a key without counterpart is added to `strange`.
 
         Raises:
@@ -181,20 +189,20 @@ class _Reading:
             except ValueError as error:
                 raise CheckpointError(f"{self.folder}: {name} {error}, as config.json says") from None
             for number, role in enumerate(key.roles):
-                hub = self.architecture.name(Part(role, key.kind, layer, expert))
+                hub = self.architecture.name(ModelTensor(role, key.kind, layer, expert))
                 if hub is None:
                     self.strange.append(name)
                     return
                 part = cut[number]
                 yield hub, Joined(part.runs, TensorSpec(hub, part.spec.dtype, part.spec.shape))
 
-    def _check_tied(self, weights: Mapping[str, Source]) -> None:
+    def _check_tied(self, weights: Mapping[str, TensorSource]) -> None:
         """Check that a model whose embedding is its head has no other head.
 
         Raises:
             CheckpointError: it has.
         """
-        head = self.architecture.name(Part("head"))
+        head = self.architecture.name(ModelTensor("head"))
         if self.sizes.tied and head in weights:
             raise CheckpointError(
                 f"{self.folder}: has an output layer of its own, and config.json says that the embedding is "
@@ -216,7 +224,7 @@ class _Reading:
         return settings_of(groups, self.folder)
 
 
-def _cut(source: Source, key: Key, sizes: Sizes) -> list[Joined]:
+def _cut(source: TensorSource, key: Key, sizes: Sizes) -> list[Joined]:
     """The tensors of a key's roles in a tensor of one layer, in the order of the roles.
 
     Raises:
@@ -225,15 +233,15 @@ def _cut(source: Source, key: Key, sizes: Sizes) -> list[Joined]:
     spec = source.spec
     rows = list(rows_of(key.roles, spec.shape[0], sizes))
     if key.roles[0] in PADDED and sizes.vocabulary < spec.shape[0]:
-        rows = [Rows(key.roles[0], 0, sizes.vocabulary)]
+        rows = [RoleRows(key.roles[0], 0, sizes.vocabulary)]
     if len(rows) != len(key.roles) or sum(r.count for r in rows) != spec.shape[0]:
-        source = Checked(source)  # it is read out of order, or not to its end
+        source = ChecksummedTensor(source)  # it is read out of order, or not to its end
     inner = row_values(spec.shape)
     found: list[Joined] = []
     for role in key.roles:
         mine = [r for r in rows if r.role == role]
         shape = (sum(r.count for r in mine), *spec.shape[1:])
-        runs = tuple(Run(source, r.first * inner, r.count * inner) for r in mine)
+        runs = tuple(ValueRange(source, r.first * inner, r.count * inner) for r in mine)
         found.append(Joined(runs, TensorSpec(spec.name, spec.dtype, shape)))
     return found
 

@@ -22,11 +22,11 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.conversion import written_dtypes
 from cairn.formats.common.outgoing import Outgoing
-from cairn.formats.common.tensor_views import Joined, Run
+from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_writer import ReadingPlanner
 from cairn.formats.huggingface.huggingface import copy_companions
 from cairn.formats.megatron.megatron_common import FILE
@@ -43,7 +43,7 @@ from cairn.formats.megatron.megatron_names import (
     row_values,
     rows_of,
 )
-from cairn.model.architectures import Part, Role, Sizes, architecture_of, sizes_of
+from cairn.model.architectures import ModelTensor, Role, Sizes, architecture_of, sizes_of
 from cairn.run.files import write_atomic
 
 EXTRA_STATE = (
@@ -110,11 +110,11 @@ class _Piece:
     index: tuple[int, ...]
     stack: tuple[int, ...]
     tensor: Outgoing
-    parts: tuple[Part, ...]
+    parts: tuple[ModelTensor, ...]
 
 
 def _pieces(
-    parts: Mapping[Part, Source], types: Mapping[Part, torch.dtype], sizes: Sizes
+    parts: Mapping[ModelTensor, TensorSource], types: Mapping[ModelTensor, torch.dtype], sizes: Sizes
 ) -> Iterator[_Piece]:
     """All pieces of a model, in the order in which they are written.
 
@@ -131,7 +131,7 @@ def _pieces(
             if (roles[0], kind) not in kinds:
                 continue
             for index in itertools.product(*map(range, stack)):
-                mine = tuple(Part(role, kind, *index) for role in roles)
+                mine = tuple(ModelTensor(role, kind, *index) for role in roles)
                 if lacking := [f"{part.role}.{kind}" for part in mine if part not in parts]:
                     where = f" of layer {index[0]}" if index else ""
                     raise CheckpointError(
@@ -144,7 +144,7 @@ def _pieces(
                 yield from (_Piece(key_of(name, kind), index, stack, tensor, mine) for name in names)
 
 
-def _joined(sources: list[Source], roles: tuple[Role, ...], sizes: Sizes) -> Joined:
+def _joined(sources: list[TensorSource], roles: tuple[Role, ...], sizes: Sizes) -> Joined:
     """Megatron's tensor of the tensors of several roles.
 
     Raises:
@@ -154,10 +154,10 @@ def _joined(sources: list[Source], roles: tuple[Role, ...], sizes: Sizes) -> Joi
     done = dict.fromkeys(roles, 0)
     shape = (sum(source.spec.shape[0] for source in sources), *sources[0].spec.shape[1:])
     inner = row_values(shape)
-    runs: list[Run] = []
+    runs: list[ValueRange] = []
     try:
         for rows in rows_of(roles, shape[0], sizes):
-            runs.append(Run(by_role[rows.role], done[rows.role] * inner, rows.count * inner))
+            runs.append(ValueRange(by_role[rows.role], done[rows.role] * inner, rows.count * inner))
             done[rows.role] += rows.count
     except ValueError as error:
         raise CheckpointError(f"{sources[0].spec.name} and its like {error}") from None

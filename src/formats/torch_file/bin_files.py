@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.layout import MALFORMED, PLAIN_NAME
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.torch_file.pickled import is_tensor, load_pickled, source_of
 
 SINGLE = "pytorch_model.bin"
@@ -19,7 +19,7 @@ def has_bin_files(folder: Path) -> bool:
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
-def read_bin_files(folder: Path) -> dict[str, Source]:
+def read_bin_files(folder: Path) -> dict[str, TensorSource]:
     """The weights, by their names in the files; they are read later. No code in the files is executed.
 
     Raises:
@@ -38,7 +38,7 @@ def read_bin_files(folder: Path) -> dict[str, Source]:
         raise Damaged(f"{index}: not an index of files: {error}") from None
     if outside := [n for n in places.values() if type(n) is not str or not PLAIN_NAME.fullmatch(n)]:
         raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise Damaged(f"{index}: names {name}, which does not exist")
@@ -48,7 +48,7 @@ def read_bin_files(folder: Path) -> dict[str, Source]:
     return found
 
 
-def state_dict_in(value: object, path: Path) -> Mapping[str, Source]:
+def state_dict_in(value: object, path: Path) -> Mapping[str, TensorSource]:
     """The tensors of a state dict, by name.
 
     Args:

@@ -17,16 +17,16 @@ import torch
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
-from cairn.checkpoint.tensors.reader import Piece, read_pieces
+from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
 from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor, check_covered
 from cairn.formats.dcp.dcp_tensors import DcpSource
-from cairn.formats.torch_file.safe_pickle import Record, Refused, ignored, record
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored, record
 from cairn.formats.torch_file.torch_stream import MAX_VALUES, Size, Stream, TensorInFile, Values, read_object
 
 MAX_RANKS = 1 << 20
 
 
-class _Made(Record):
+class _Made(PickledObject):
     """A record that may be made from arguments."""
 
     def __init__(self, *arguments: object):
@@ -53,7 +53,7 @@ class Sharded:
     """A rank's part of a tensor: what the file says of it, and where its values are."""
 
     local: TensorInFile
-    spec: Record
+    spec: PickledObject
 
 
 _SPEC, _MESH = record("DTensorSpec"), record("DeviceMesh")
@@ -70,7 +70,7 @@ def _wrapper(rebuild: object, kind: object, arguments: object, state: object) ->
     if isinstance(state, tuple) and len(state) == 2:  # __dict__, and what is in __slots__
         state = state[1]
     if rebuild is not ignored or kind is not _DTENSOR or not isinstance(state, dict):
-        raise Refused("a tensor of another class than DTensor is made")
+        raise ForbiddenPickle("a tensor of another class than DTensor is made")
     local, spec = state.get("_local_tensor"), state.get("_spec")
     if not isinstance(local, TensorInFile) or not isinstance(spec, _SPEC):
         raise Damaged("a DTensor has no values")
@@ -179,7 +179,7 @@ def _source(
     return DcpSource.located(name, DcpTensor(dtype, shape, tuple(located)), located)
 
 
-def _global(name: str, spec: Record) -> tuple[tuple[int, ...], torch.dtype]:
+def _global(name: str, spec: PickledObject) -> tuple[tuple[int, ...], torch.dtype]:
     """The whole tensor's shape and data type."""
     meta = spec.fields.get("tensor_meta")
     if not isinstance(meta, _META) or len(meta.values) != 3:
@@ -188,12 +188,12 @@ def _global(name: str, spec: Record) -> tuple[tuple[int, ...], torch.dtype]:
     if not isinstance(shape, Size) or not isinstance(dtype, torch.dtype):
         raise Damaged(f"{name} does not say its shape")
     if math.prod(shape) > MAX_VALUES:
-        raise Refused(f"{name} has the absurd shape {list(shape)}")
+        raise ForbiddenPickle(f"{name} has the absurd shape {list(shape)}")
     return tuple(shape), dtype
 
 
 def _place(
-    name: str, spec: Record, shape: tuple[int, ...], rank: int, world_size: int
+    name: str, spec: PickledObject, shape: tuple[int, ...], rank: int, world_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Where a rank's part begins, and its shape; None if a rank before it holds the same.
 
@@ -256,11 +256,11 @@ def _mesh_sizes(name: str, mesh: object, world_size: int) -> tuple[int, ...]:
     return sizes
 
 
-_SIZES: weakref.WeakKeyDictionary[Record, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_SIZES: weakref.WeakKeyDictionary[PickledObject, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """Lengths of the meshes that were checked; all tensors of a rank's file share one."""
 
 
-def _axes(name: str, layout: Record) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _axes(name: str, layout: PickledObject) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of a layout's dimensions, and the distances of ranks in them."""
     axes = layout.fields.get("axes")
     sizes: list[int] = []
@@ -290,9 +290,9 @@ def _steps(sizes: Sequence[int]) -> tuple[int, ...]:
 def _numbers(tensor: TensorInFile) -> list[int]:
     """The values of a small tensor of whole numbers."""
     if math.prod(tensor.shape) > MAX_RANKS or tensor.values.dtype.is_floating_point:
-        raise Refused("a mesh has an absurd number of ranks")
+        raise ForbiddenPickle("a mesh has an absurd number of ranks")
     values = tensor.values
     storage = torch.empty(math.prod(tensor.shape), dtype=values.dtype)
     offset = values.offset + values.first * values.dtype.itemsize
-    read_pieces([Piece(values.path, offset, values.dtype, storage, counted=False)])
+    read_pieces([ReadRange(values.path, offset, values.dtype, storage, counted=False)])
     return storage.tolist()

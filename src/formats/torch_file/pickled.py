@@ -15,7 +15,7 @@ import torch
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.storage_cache import extent, whole_storage
 from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
 from cairn.formats.torch_file.torch_stream import TensorInFile
@@ -23,18 +23,18 @@ from cairn.formats.torch_file.torch_stream import TensorInFile
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that lies in memory; a `Source`."""
+    """A tensor that lies in memory; a `TensorSource`."""
 
     tensor: torch.Tensor
     spec: TensorSpec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         into.copy_(self.tensor.detach().reshape(-1)[first : first + len(into)])
 
 
 def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
-    """A tensor in memory as a `Source`.
+    """A tensor in memory as a `TensorSource`.
 
     Raises:
         Damaged: it is not a dense tensor of a type that safetensors has.
@@ -48,7 +48,7 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
 
 @dataclass(frozen=True)
 class Strided:
-    """A tensor whose values lie in another order in its file, such as one saved transposed; a `Source`.
+    """A tensor whose values lie in another order in its file, such as one saved transposed; a `TensorSource`.
 
     storage: the run of values over which it reaches, which is read whole and kept until the tensor's end.
     """
@@ -62,7 +62,7 @@ class Strided:
         return self.saved.spec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `Source.fill`."""
+        """See `TensorSource.fill`."""
         values, shape = self.saved.values, self.spec.shape
         inner = math.prod(shape[1:])
         low, high = first // inner, -(-(first + len(into)) // inner)
@@ -77,7 +77,7 @@ class Strided:
         return storage
 
 
-def source_of(name: str, value: object, path: Path) -> Source:
+def source_of(name: str, value: object, path: Path) -> TensorSource:
     """A tensor that `load_pickled` has found, as a source.
 
     Raises:

@@ -32,11 +32,11 @@ _INSTRUCTIONS = frozenset(
 )
 
 
-class Refused(Damaged):
+class ForbiddenPickle(Damaged):
     """A pickle names or does what is not allowed."""
 
 
-class Record:
+class PickledObject:
     """An object of a class that the pickle named: its fields, by name or, for some classes, in a tuple."""
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class Record:
         elif isinstance(state, tuple) and len(state) <= MAX_FIELDS:
             self.values = state
         else:
-            raise Refused(f"the state of a {type(self).__name__} is a {type(state).__name__}")
+            raise ForbiddenPickle(f"the state of a {type(self).__name__} is a {type(state).__name__}")
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[PickledObject]:
     """A new kind of record."""
-    return type(name, (Record,), {})
+    return type(name, (PickledObject,), {})
 
 
 def ordered_dict(*arguments: object) -> dict[Any, Any]:
     """A stand-in for OrderedDict, which is pickled empty and then filled."""
     if arguments:
-        raise Refused("an OrderedDict is made from arguments")
+        raise ForbiddenPickle("an OrderedDict is made from arguments")
     return {}
 
 
@@ -97,7 +97,7 @@ class _Machine(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What stands for the name."""
         if (module, name) not in self._allowed:
-            raise Refused(f"names {module}.{name}, which is not allowed")
+            raise ForbiddenPickle(f"names {module}.{name}, which is not allowed")
         found = self._allowed[module, name]
         if callable(found):
             self._callable[id(found)] = found
@@ -106,7 +106,7 @@ class _Machine(pickle._Unpickler):
     def persistent_load(self, pid: object) -> object:
         """What stands for a reference to something outside the pickle."""
         if self._persistent is None:
-            raise Refused("refers to something outside the pickle")
+            raise ForbiddenPickle("refers to something outside the pickle")
         return self._persistent(pid)
 
     def load_reduce(self) -> None:
@@ -119,8 +119,8 @@ class _Machine(pickle._Unpickler):
         state, owner = self.stack.pop(), self.stack[-1]
         if isinstance(owner, dict):
             return
-        if not isinstance(owner, Record):
-            raise Refused(f"a {type(owner).__name__} is given fields")
+        if not isinstance(owner, PickledObject):
+            raise ForbiddenPickle(f"a {type(owner).__name__} is given fields")
         owner.set(state)
 
     def load_setitems(self) -> None:
@@ -142,17 +142,17 @@ class _Machine(pickle._Unpickler):
     def _fill(self, items: list[Any]) -> None:
         filled = self.stack[-1]
         if not isinstance(filled, dict) or len(items) % 2:
-            raise Refused("items are put into what is no dictionary")
+            raise ForbiddenPickle("items are put into what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in (str, int) and not isinstance(key, Record):
-                raise Refused(f"a {type(key).__name__} is the key of a dictionary")
+            if type(key) not in (str, int) and not isinstance(key, PickledObject):
+                raise ForbiddenPickle(f"a {type(key).__name__} is the key of a dictionary")
             filled[key] = value
 
     def _made(self, function: object, arguments: object) -> object:
         if id(function) not in self._callable or not callable(function):
-            raise Refused(f"calls a {type(function).__name__}")
+            raise ForbiddenPickle(f"calls a {type(function).__name__}")
         if not isinstance(arguments, tuple) or len(arguments) > MAX_FIELDS:
-            raise Refused("calls a function with too many arguments")
+            raise ForbiddenPickle("calls a function with too many arguments")
         return function(*arguments)
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -181,6 +181,6 @@ def load(
     except Damaged:
         raise
     except KeyError as error:
-        raise Refused(f"holds an instruction that is not allowed: {error}") from None
+        raise ForbiddenPickle(f"holds an instruction that is not allowed: {error}") from None
     except Exception as error:  # the machine raises whatever a wrong instruction runs into
         raise Damaged(f"not a whole pickle: {type(error).__name__}: {error}") from None

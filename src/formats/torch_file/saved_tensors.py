@@ -15,8 +15,8 @@ from cairn.checkpoint.checksums import ZIP_CRC32
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import Piece, as_memory, read_pieces
-from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
 from cairn.formats.torch_file.torch_stream import Size, Stream, TensorInFile, Values, read_object
 
 CHECKED_BYTES = 16 << 20
@@ -70,7 +70,7 @@ class SavedTensor:
                 self._check()
                 self._checked.append(True)
         offset = values.offset + (values.first + first) * values.dtype.itemsize
-        read_pieces([Piece(values.path, offset, values.dtype, into, counted=False)])
+        read_pieces([ReadRange(values.path, offset, values.dtype, into, counted=False)])
 
     def _check(self) -> None:
         """Compare the storage with its checksum, if it has one."""
@@ -79,7 +79,7 @@ class SavedTensor:
         path, nbytes, crc = self.values.path, self.values.count * self.values.dtype.itemsize, 0
         for first in range(0, nbytes, CHECKED_BYTES):
             data = torch.empty(min(CHECKED_BYTES, nbytes - first), dtype=torch.uint8)
-            read_pieces([Piece(path, self.values.offset + first, data.dtype, data, counted=False)])
+            read_pieces([ReadRange(path, self.values.offset + first, data.dtype, data, counted=False)])
             crc = ZIP_CRC32.of(as_memory(data), crc)
         if crc != self.values.crc:
             raise Damaged(f"{path}: {self.spec.name} differs from its checksum (CRC-32)")
@@ -124,7 +124,7 @@ def _typed(rebuild: object, kind: object, arguments: object, *_: object) -> Tens
     if callable(rebuild) and kind == _TENSOR and isinstance(arguments, tuple):
         made = rebuild(*cast("tuple[object, ...]", arguments))  # what stands for a function: all are safe
     if not isinstance(made, TensorInFile):
-        raise Refused("a tensor of a class of its own is made")
+        raise ForbiddenPickle("a tensor of a class of its own is made")
     return made
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.manifest import Damaged
-from cairn.formats.torch_file.safe_pickle import Refused, load, ordered_dict
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, load, ordered_dict
 
 MAX_READ_BYTES = 64 << 20
 """Limit of what is read at once of an archive beside tensors: its directory, and `data.pkl`."""
@@ -55,9 +55,9 @@ class Size(tuple[int, ...]):
 
     def __new__(cls, lengths: object = ()) -> "Size":
         if not isinstance(lengths, (tuple, list)) or len(lengths) > MAX_DIMENSIONS:
-            raise Refused("a shape has too many dimensions")
+            raise ForbiddenPickle("a shape has too many dimensions")
         if any(type(n) is not int or not 0 <= n <= MAX_VALUES for n in lengths):
-            raise Refused(f"a shape or an offset is not made of whole numbers from 0 to {MAX_VALUES}")
+            raise ForbiddenPickle(f"a shape or an offset is not made of whole numbers from 0 to {MAX_VALUES}")
         return super().__new__(cls, lengths)
 
 
@@ -132,8 +132,8 @@ def read_object(stream: Stream, allowed: Mapping[tuple[str, str], Any] = Mapping
             own: dict[tuple[str, str], Any] = {_REBUILD: rebuild}
             names = ChainMap(own, allowed, _ALLOWED)  # pyright: ignore[reportArgumentType] # is only read
             return load(archive.pickle(), names, lambda pid: pid)
-        except Refused as error:
-            raise Refused(f"{archive.where}: {error}") from None
+        except ForbiddenPickle as error:
+            raise ForbiddenPickle(f"{archive.where}: {error}") from None
 
 
 def _tensor(archive: "_Archive", arguments: tuple[Any, ...]) -> TensorInFile:
@@ -197,12 +197,12 @@ class _Archive:
         for entry in self._zip.infolist():
             name = entry.filename.partition("/")[2]
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise Refused(f"{self.where}: {name} is compressed")
+                raise ForbiddenPickle(f"{self.where}: {name} is compressed")
             if name in self._entries:
                 raise Damaged(f"{self.where}: has two entries {name}")
             self._entries[name] = entry
         if "byteorder" in self._entries and self._content("byteorder") != b"little":
-            raise Refused(f"{self.where}: the values are not little-endian")
+            raise ForbiddenPickle(f"{self.where}: the values are not little-endian")
 
     def __enter__(self) -> "_Archive":
         return self
@@ -295,7 +295,9 @@ class _Window(io.RawIOBase):
         """The bytes from `start` on."""
         where = f"{self._stream.path} at byte {self._stream.offset}"
         if size > MAX_READ_BYTES:
-            raise Refused(f"{where}: asks for {size} bytes beside tensors; at most {MAX_READ_BYTES} are read")
+            raise ForbiddenPickle(
+                f"{where}: asks for {size} bytes beside tensors; at most {MAX_READ_BYTES} are read"
+            )
         if start < 0 or start + size > self._stream.length:
             raise Damaged(f"{where}: the archive reaches beyond its stream")
         return os.pread(self._fd, size, self._stream.offset + start)

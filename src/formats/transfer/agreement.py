@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors.source import Source, listed
+from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.model.described import FILE_NAME, about_model, as_file, with_changes
 from cairn.model.disagreeing import (
     LEADING,
@@ -60,12 +60,12 @@ class Agreed:
     config: "PreTrainedConfig"
     about: dict[str, Any]
     layout: Layout
-    tensors: Mapping[str, Mapping[str, Source]]
+    tensors: Mapping[str, Mapping[str, TensorSource]]
     said: tuple[str, ...]
 
 
 def agree(
-    tensors: Mapping[str, Mapping[str, Source]],
+    tensors: Mapping[str, Mapping[str, TensorSource]],
     folder: Path,
     where: Path,
     changes: Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ def _as_config(about: Mapping[str, Any], where: Path) -> "PreTrainedConfig":
             raise Damaged(str(error).replace(temporary, str(where))) from None
 
 
-def _unwrap(by_stem: dict[str, dict[str, Source]], where: Path) -> list[str]:
+def _unwrap(by_stem: dict[str, dict[str, TensorSource]], where: Path) -> list[str]:
     """Take the parts that stand for wrappers out of all names; returns what is to be said."""
     names = by_stem.get(MODEL, {}).keys()
     if not is_wrapped(names):
@@ -146,7 +146,7 @@ def _unwrap(by_stem: dict[str, dict[str, Source]], where: Path) -> list[str]:
     return [f"names of wrapped modules: {example} is taken for {unwrapped(example, leading=leading)}"]
 
 
-def _fit_names(by_stem: dict[str, dict[str, Source]], layout: Layout, where: Path) -> list[str]:
+def _fit_names(by_stem: dict[str, dict[str, TensorSource]], layout: Layout, where: Path) -> list[str]:
     """Take away a first part that all names have, if then every weight of the model is there.
 
     Such is the attribute of Lightning's module, or of another class, in which the model is.
@@ -175,7 +175,7 @@ def _unfit(names: Iterable[str], layout: Layout) -> tuple[int, int]:
     return len(places.keys() - found), len(strange)
 
 
-def _rename(by_stem: dict[str, dict[str, Source]], names: Mapping[str, str], where: Path) -> None:
+def _rename(by_stem: dict[str, dict[str, TensorSource]], names: Mapping[str, str], where: Path) -> None:
     """Give weights other names, and their state in the optimiser with them.
 
     Raises:
@@ -191,14 +191,14 @@ def _rename(by_stem: dict[str, dict[str, Source]], names: Mapping[str, str], whe
             seen[short] = name
     by_stem[MODEL] = {names[name]: source for name, source in by_stem[MODEL].items()}
     if OPTIMIZER in by_stem:
-        state: dict[str, Source] = {}
+        state: dict[str, TensorSource] = {}
         for name, source in by_stem[OPTIMIZER].items():
             weight, dot, kind = name.rpartition(".")
             state[f"{names.get(weight, weight)}{dot}{kind}"] = source
         by_stem[OPTIMIZER] = state
 
 
-def _pass_over(by_stem: dict[str, dict[str, Source]], layout: Layout, kind: str) -> list[str]:
+def _pass_over(by_stem: dict[str, dict[str, TensorSource]], layout: Layout, kind: str) -> list[str]:
     """Leave out buffers that the model computes by itself; returns what is to be said."""
     found = by_stem.get(MODEL, {})
     known = layout.find(found.keys()).keys() | layout.tied.keys() | layout.tied_in_memory.keys()

@@ -15,7 +15,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.sharded_files import dtype_of
-from cairn.formats import Content, Source, Stage, WriteOptions, no_progress
+from cairn.formats import Content, Stage, TensorSource, WriteOptions, no_progress
 from cairn.formats.common.verified_reads import CheckedStep
 from cairn.formats.transfer.export_step import appearing, content_of_step, write_content
 from cairn.run.errors import UsageError
@@ -67,7 +67,7 @@ def average_steps(
     checked = [CheckedStep(step) for step in steps]
     shares = [weight / total for weight in weights]
 
-    def mean(sources: Sequence[Mapping[str, Source]]) -> Content:
+    def mean(sources: Sequence[Mapping[str, TensorSource]]) -> Content:
         tensors = {
             name: Average(tuple(named[name] for named in sources), tuple(shares), source.spec)
             for name, source in contents[-1].tensors[MODEL].items()
@@ -92,14 +92,14 @@ def ema_weights(count: int, decay: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Average:
-    """The weighted sum of tensors of the same shape; a `Source` in the data type of the last."""
+    """The weighted sum of tensors of the same shape; a `TensorSource` in the data type of the last."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     shares: tuple[float, ...]
     spec: TensorSpec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `Source.fill`.
+        """See `TensorSource.fill`.
 
         Raises:
             Damaged: whole numbers differ, which have no mean.
@@ -153,7 +153,7 @@ def _check_alike(steps: Sequence[Path], contents: Sequence[Content]) -> None:
             )
 
 
-def _kind(source: Source) -> str:
+def _kind(source: TensorSource) -> str:
     """What has to be the same in all steps: the shape, and whether values are whole numbers."""
     return f"{'' if dtype_of(source).is_floating_point else 'whole numbers '}{list(source.spec.shape)}"
 

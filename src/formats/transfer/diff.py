@@ -19,7 +19,7 @@ from cairn.checkpoint.step_folder import (
     StepFolder,
     TrainerRecord,
 )
-from cairn.formats import FORMATS, Content, Source, format_of, read_foreign
+from cairn.formats import FORMATS, Content, TensorSource, format_of, read_foreign
 from cairn.run.errors import UsageError
 from cairn.run.progress import Stage, no_progress
 
@@ -83,7 +83,7 @@ def compare(a: Path, b: Path, stage: Stage = no_progress) -> dict[str, Any]:
     return report
 
 
-def _critic(side: Side) -> Mapping[str, Mapping[str, Source]]:
+def _critic(side: Side) -> Mapping[str, Mapping[str, TensorSource]]:
     """The tensors of a critic by stem, under the names that a step of Cairn has."""
     if side.manifest:
         return {stem: StepFolder(side.path).tensors(stem) for stem, _ in OF_CRITIC.values()}
@@ -140,26 +140,26 @@ def _layout_of(*sides: Side) -> "Layout | None":
     return hub_layout(load_config(config))
 
 
-def _by_stem(content: Content, layout: "Layout | None") -> dict[str, Mapping[str, Source]]:
+def _by_stem(content: Content, layout: "Layout | None") -> dict[str, Mapping[str, TensorSource]]:
     """The tensors by stem and the names by which they are compared."""
     if layout is None:
         return dict(content.tensors)
-    found: dict[str, Mapping[str, Source]] = {MODEL: _hub_names(content.tensors[MODEL], layout)}
+    found: dict[str, Mapping[str, TensorSource]] = {MODEL: _hub_names(content.tensors[MODEL], layout)}
     if state := content.tensors.get(OPTIMIZER):
         found[OPTIMIZER] = _names_in_memory(state, layout)
     return found
 
 
-def _hub_names(weights: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
+def _hub_names(weights: Mapping[str, TensorSource], layout: "Layout") -> dict[str, TensorSource]:
     """Weights by the hub's names, without copies of tied ones; what has no place keeps its name."""
     from cairn.checkpoint.tensors.layout import TensorSpec
-    from cairn.formats.common.tensor_views import Section
+    from cairn.formats.common.tensor_views import TensorSection
     from cairn.model.tied_weights import tied_apart
 
     places = {name: place for name, place in layout.find(weights.keys()).items() if name in weights}
     hub = {place: name for name, place in layout.places.items()}
     copies = tied_apart(weights, layout)[0]
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for name, source in weights.items():
         place = places.get(name)
         if place in hub:
@@ -167,17 +167,19 @@ def _hub_names(weights: Mapping[str, Source], layout: "Layout") -> dict[str, Sou
         elif place is not None and source.spec.shape == place.shape:
             for part, own in hub.items():
                 if part.name == place.name:
-                    found[own] = Section(source, part.first, TensorSpec(own, source.spec.dtype, part.shape))
+                    found[own] = TensorSection(
+                        source, part.first, TensorSpec(own, source.spec.dtype, part.shape)
+                    )
         elif name not in copies:
             found[name] = source
     return found
 
 
-def _names_in_memory(state: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
+def _names_in_memory(state: Mapping[str, TensorSource], layout: "Layout") -> dict[str, TensorSource]:
     """The optimiser's state by transformers' names, where it is of whole tensors of these."""
     owners = {name: name.rpartition(".")[0] for name in state}
     places = layout.find(set(owners.values()))
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for name, source in state.items():
         place = places.get(owners[name])
         if place is not None and place.shape == layout.shapes[place.name]:
@@ -208,7 +210,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any,
 
 
 def _tensor_changes(
-    a: Mapping[str, Source], b: Mapping[str, Source], stage: Stage, doing: str
+    a: Mapping[str, TensorSource], b: Mapping[str, TensorSource], stage: Stage, doing: str
 ) -> dict[str, Any]:
     """What the tensors of only one side are, and for each of both, how much its values differ."""
     both = sorted(a.keys() & b.keys())
@@ -227,7 +229,7 @@ def _tensor_changes(
     }
 
 
-def _change(a: Source, b: Source) -> dict[str, Any]:
+def _change(a: TensorSource, b: TensorSource) -> dict[str, Any]:
     """How the values of two tensors of the same shape differ.
 
     max_change: the largest change of a value. relative_change: the norm of the change over that of the first

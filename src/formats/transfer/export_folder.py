@@ -69,7 +69,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Failures:
+class ExportFailures:
     """The content of FAILURES: the steps that failed in an attempt of a run.
 
     given_up: why nothing more is exported in this attempt, if so.
@@ -198,10 +198,10 @@ class Exports:
 
     # What could not be exported
 
-    def failures(self, attempt: str) -> Failures:
+    def failures(self, attempt: str) -> ExportFailures:
         """What failed so far in this attempt of the run."""
-        found = read_note(self.folder / FAILURES, Failures)
-        return found if found is not None and found.attempt == attempt else Failures(attempt)
+        found = read_note(self.folder / FAILURES, ExportFailures)
+        return found if found is not None and found.attempt == attempt else ExportFailures(attempt)
 
     def note_failure(self, attempt: str, step: int, reason: str, *, for_good: bool) -> Failure:
         """Record that exporting a step has failed once more; returns what is known of it now.
@@ -213,14 +213,14 @@ class Exports:
         before = so_far.steps.get(str(step))
         tries = MOST_TRIES if for_good else before.tries + 1 if before else 1
         failure = Failure(reason, tries)
-        self._write(Failures(attempt, {**so_far.steps, str(step): failure}, so_far.given_up))
+        self._write(ExportFailures(attempt, {**so_far.steps, str(step): failure}, so_far.given_up))
         return failure
 
     def give_up(self, attempt: str, reason: str) -> None:
         """Record that nothing more is exported in this attempt of the run."""
-        self._write(Failures(attempt, self.failures(attempt).steps, reason))
+        self._write(ExportFailures(attempt, self.failures(attempt).steps, reason))
 
-    def _write(self, failures: Failures) -> None:
+    def _write(self, failures: ExportFailures) -> None:
         with contextlib.suppress(OSError):  # the disk that can't take the export may not take this either
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / FAILURES, asdict(failures))

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
 from cairn.checkpoint.step_folder import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
-from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats import EXPORTERS, FORMATS, Content, Stage, Verification, WriteOptions, no_progress
 from cairn.formats.common.conversion import written_bytes
 from cairn.formats.common.verified_reads import CheckedStep
@@ -40,7 +40,7 @@ def content_of_step(folder: Path) -> Content:
     """
     step = StepFolder(folder)
     record = step.trainer_state()
-    tensors: dict[str, Mapping[str, Source]]
+    tensors: dict[str, Mapping[str, TensorSource]]
     if is_adapter(step.model):
         tensors = {MODEL: FORMATS["peft"].read(step.model).tensors[MODEL], ADAPTER: step.tensors(ADAPTER)}
     else:

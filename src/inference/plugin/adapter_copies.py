@@ -21,7 +21,7 @@ from cairn.checkpoint.step_folder import ADAPTER_CONFIG
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.inference.adapter_folder import NAME
-from cairn.inference.plugin.weight_files import Refused, identities, look_at
+from cairn.inference.plugin.weight_files import UnusableWeights, identities, look_at
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
 from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums
@@ -70,7 +70,7 @@ class AdapterCopies:
         """
         folder = Path(path)
         if not is_adapter(folder):
-            raise Refused(
+            raise UnusableWeights(
                 f"{path} holds no adapter, and this server computes adapters beside the model that it was "
                 "started with (--max-lora-rank); start it without that setting, and it takes any weights"
             )
@@ -78,7 +78,7 @@ class AdapterCopies:
             tensors = self._tensors(folder)
             self._check_base(folder)
         except (OSError, DamagedFile, Damaged, CheckpointError) as error:
-            raise Refused(str(error)) from None
+            raise UnusableWeights(str(error)) from None
         self._count += 1
         copy = self._folder / str(self._count)
         copy.mkdir()
@@ -87,7 +87,7 @@ class AdapterCopies:
             shutil.copyfile(folder / ADAPTER_CONFIG, copy / ADAPTER_CONFIG)
         except OSError as error:
             shutil.rmtree(copy, ignore_errors=True)
-            raise Refused(f"{path} can't be copied to {copy}: {error.strerror}") from None
+            raise UnusableWeights(f"{path} can't be copied to {copy}: {error.strerror}") from None
         return AdapterCopy(
             copy, frozenset(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors)
         )
@@ -108,20 +108,24 @@ class AdapterCopies:
                     f"{folder}: tensor {name} is not the one that the trainer wrote (other checksum)"
                 )
             if look is not None and not look.is_finite:
-                raise Refused(f"{folder}: tensor {name} holds NaN or infinity (as {self._dtype})")
+                raise UnusableWeights(f"{folder}: tensor {name} holds NaN or infinity (as {self._dtype})")
         whole = sorted(n for n in tensors if not n.endswith((".lora_A.weight", ".lora_B.weight")))
         if whole or about.get("modules_to_save"):
             what = f"{whole[0]}, which is" if whole else f"modules_to_save = {about['modules_to_save']}, "
-            raise Refused(f"{folder} has {what} trained in full, and vLLM computes only pairs; {MERGED}")
+            raise UnusableWeights(
+                f"{folder} has {what} trained in full, and vLLM computes only pairs; {MERGED}"
+            )
         for name in tensors:
             other = name.replace(".lora_A.", ".lora_B.")
             if other not in tensors or name.replace(".lora_B.", ".lora_A.") not in tensors:
-                raise Refused(f"{folder}: {name} has no counterpart")
+                raise UnusableWeights(f"{folder}: {name} has no counterpart")
         rank = max((one.shape[0] for name, one in tensors.items() if ".lora_A." in name), default=0)
         if not rank or rank != about.get("r"):
-            raise Refused(f"{folder}: matrices of rank {rank}, and {ADAPTER_CONFIG} has r = {about.get('r')}")
+            raise UnusableWeights(
+                f"{folder}: matrices of rank {rank}, and {ADAPTER_CONFIG} has r = {about.get('r')}"
+            )
         if rank > self._max_rank:
-            raise Refused(
+            raise UnusableWeights(
                 f"{folder}: the adapter has rank {rank}, and the server was started with --max-lora-rank "
                 f"{self._max_rank}"
             )
@@ -131,22 +135,26 @@ class AdapterCopies:
         """Check that the adapter is one of the server's model, and has the scale that its run began with."""
         record = base_of_adapter(folder)
         if record is None:
-            raise Refused(f"{folder}: does not say which base its adapter is of")
+            raise UnusableWeights(f"{folder}: does not say which base its adapter is of")
         about = json.loads((folder / ADAPTER_CONFIG).read_text())
         shape = {"rank": about["r"], "alpha": about["lora_alpha"], "rslora": about.get("use_rslora", False)}
         for key, value in shape.items():
             if record.lora.get(key, value) != value:
-                raise Refused(f"{folder}: {ADAPTER_CONFIG} has {key} {value}, its run {record.lora[key]}")
+                raise UnusableWeights(
+                    f"{folder}: {ADAPTER_CONFIG} has {key} {value}, its run {record.lora[key]}"
+                )
         found = identities(self._model)
         if found != self._began_with:
-            raise Refused(f"{self._model} was changed since the server was started with it; start it anew")
+            raise UnusableWeights(
+                f"{self._model} was changed since the server was started with it; start it anew"
+            )
         if record == self._known:
             return
         try:
             record.find(folder, self._model)
             record.check_files(Path(self._model), folder)
         except CheckpointError as error:
-            raise Refused(
+            raise UnusableWeights(
                 f"{error}; this server computes adapters beside the model that it was started with: start it "
                 "with the base, inference --model.name BASE"
             ) from None

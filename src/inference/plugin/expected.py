@@ -17,7 +17,7 @@ from cairn.model.hub_layout import hub_layout
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpectedLayout:
     """The shape of every tensor, and the tensor that each tied one is tied to."""
 
     shapes: dict[str, list[int]]
@@ -39,17 +39,17 @@ class ExpectedTensors:
             self._parts[place.name].append((name, place))
 
     @functools.cached_property
-    def own(self) -> Layout:
+    def own(self) -> ExpectedLayout:
         """As transformers' model holds them, and a trainer that sends them from its memory."""
         return _with_tied(self.layout.shapes, self.layout.tied_in_memory)
 
     @functools.cached_property
-    def hub(self) -> Layout:
+    def hub(self) -> ExpectedLayout:
         """As in the files of the hub."""
         shapes = {name: place.shape for name, place in self.layout.places.items()}
         return _with_tied(shapes, self.layout.tied)
 
-    def layout_of(self, names: Iterable[str]) -> Layout:
+    def layout_of(self, names: Iterable[str]) -> ExpectedLayout:
         """The layout that tensors of these `names` are in, or are most like."""
         found = set(names)
         return min(self.hub, self.own, key=lambda layout: len(layout.shapes.keys() ^ found))
@@ -63,7 +63,7 @@ class ExpectedTensors:
         }
 
 
-def _with_tied(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> Layout:
+def _with_tied(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> ExpectedLayout:
     """A layout that also has the tied tensors, of which some folders hold copies."""
     all_shapes = {**shapes, **{name: shapes[of] for name, of in tied.items()}}
-    return Layout({name: list(shape) for name, shape in all_shapes.items()}, dict(tied))
+    return ExpectedLayout({name: list(shape) for name, shape in all_shapes.items()}, dict(tied))

@@ -12,9 +12,9 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
-from cairn.formats import FORMATS, Source
+from cairn.formats import FORMATS, TensorSource
 from cairn.formats.common.match_layout import weights_of
-from cairn.inference.plugin.weight_files import Refused, identities
+from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.model.adapters import Base, base_of_adapter, merged_weights
 from cairn.model.hub_layout import Layout
 from cairn.policy.checksums import checksum, read_checksums
@@ -33,7 +33,7 @@ class Merging:
         self._model = model
         self._compared: tuple[Base, Path, list[tuple[str, int, int]]] | None = None
 
-    def sources(self, folder: Path, layout: Layout) -> dict[str, Source]:
+    def sources(self, folder: Path, layout: Layout) -> dict[str, TensorSource]:
         """The merged weights of the adapter in `folder`, by the hub's names; nothing of the base is read yet.
 
         Raises:
@@ -52,7 +52,7 @@ class Merging:
             merged = merged_weights(folder, FORMATS["hf"].read(base).tensors[MODEL], layout)
             return weights_of(merged, layout, folder)
         except CheckpointError as error:
-            raise Refused(str(error)) from None
+            raise UnusableWeights(str(error)) from None
 
     def _base(self, folder: Path) -> Path:
         record = base_of_adapter(folder)
@@ -74,7 +74,7 @@ class Merging:
         return found
 
 
-def in_groups(sources: dict[str, Source], groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
+def in_groups(sources: dict[str, TensorSource], groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors, a group at a time."""
     for names in groups:
         yield {name: read_tensor(sources[name]) for name in names}

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.inference.plugin.merging import Merging, in_groups
-from cairn.inference.plugin.weight_files import Refused, check_folder, look_at, read_weights
+from cairn.inference.plugin.weight_files import UnusableWeights, check_folder, look_at, read_weights
 from cairn.model.adapters import is_adapter
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import NotHeld, Unchanged
@@ -66,7 +66,7 @@ class Offers:
         try:
             return read_source(Path(path))
         except (DamagedFile, ValueError, OSError, RecursionError) as error:
-            raise Refused(f"{path}: does not say where its tensors are: {error}") from None
+            raise UnusableWeights(f"{path}: does not say where its tensors are: {error}") from None
 
     def open(self, path: str) -> Offer:
         """The tensors of a folder, checked, or those that its trainer is about to send.
@@ -93,7 +93,7 @@ class Offers:
             raise
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot read %s", path)
-            raise Refused(f"{path}: {error!r}") from None
+            raise UnusableWeights(f"{path}: {error!r}") from None
         count = sum(tensor.numel() for tensor in arrived.weights.values())
         return Offer([arrived.weights], arrived.sums, count)
 
@@ -103,10 +103,10 @@ class Offers:
         shapes, tied = layout.shapes, layout.tied
         for name in shapes.keys() ^ source.shapes.keys():
             if name not in tied:
-                raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
+                raise UnusableWeights(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
         for name, shape in source.shapes.items():
             if shape != shapes[name]:
-                raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
+                raise UnusableWeights(f"tensor {name} has shape {shape}, not {shapes[name]}")
         names = [name for name in source.shapes if name not in tied]
         parts = self._receiver.receive(source, layerwise_groups(names))
 

@@ -30,7 +30,7 @@ from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.swapping import Swapping
 from cairn.inference.plugin.unmerged import Unmerged
-from cairn.inference.plugin.updates import NotTaken, Update, Updates, WeightUpdate
+from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CairnRoutes:
         self._token = os.environ[TOKEN_VARIABLE]
         self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
         self._one_at_a_time = asyncio.Lock()
-        self._update: Update | None = None
+        self._update: PolicyUpdate | None = None
         self._sleep = Sleep()
         self._requests = OpenRequests()
 
@@ -168,7 +168,7 @@ class CairnRoutes:
         async with self._one_at_a_time:
             if self._sleep.asleep:  # since this request came in
                 return failure(503, ASLEEP)
-            with self._noted(Update(update.version, await self._updates.version())) as noted:
+            with self._noted(PolicyUpdate(update.version, await self._updates.version())) as noted:
                 try:
                     version = await self._updates.take(update, noted)
                 except NotTaken as reason:
@@ -176,7 +176,7 @@ class CairnRoutes:
                 return JSONResponse(self._status(version, paused=False))
 
     @contextlib.contextmanager
-    def _noted(self, update: Update) -> Generator[Update]:
+    def _noted(self, update: PolicyUpdate) -> Generator[PolicyUpdate]:
         """For `status`: the update is under way inside the block."""
         self._update = update
         try:

@@ -23,7 +23,7 @@ from vllm.config import ModelConfig
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.inference.plugin.offered import NotFinite, Offer, Offers, Tensors
-from cairn.inference.plugin.weight_files import WORKERS, Refused, identities
+from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter
 from cairn.policy.refusals import Altered, NotHeld, NotThere, Unchanged
 from cairn.run.machine import available_memory
@@ -164,7 +164,7 @@ class Staging:
         try:
             stored = find_tensors(Path(path), "model")
         except (OSError, RuntimeError) as error:
-            raise Refused(f"{path}: {error}") from None
+            raise UnusableWeights(f"{path}: {error}") from None
         files = {file: number for number, file in enumerate(sorted({str(t.path) for t in stored.values()}))}
         tensors: dict[str, Located] = {}
         wide: Tensors = {}
@@ -215,7 +215,7 @@ class Staging:
         except BaseException as error:
             memory.close()
             if isinstance(error, NotFinite):
-                raise Refused(str(error)) from None
+                raise UnusableWeights(str(error)) from None
             if isinstance(error, NotHeld):
                 raise Altered(str(error).removeprefix(NotHeld.mark)) from None
             if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):

@@ -10,8 +10,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.logger import init_logger
 
 from cairn.inference.plugin.staging import Staged, Staging
-from cairn.inference.plugin.updates import CODES, NotTaken, Update, Updates, WeightUpdate
-from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.plugin.updates import CODES, NotTaken, PolicyUpdate, Updates, WeightUpdate
+from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.policy.refusals import Altered, NotHeld, Unchanged, Unfit
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Swapping(Updates):
         """See `Updates`."""
         return None
 
-    async def take(self, update: WeightUpdate, noted: Update) -> str:
+    async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:
         """See `Updates`. Requests in flight go on under the new weights."""
         try:
             staged = await asyncio.to_thread(self._staging.prepare, update.path)
@@ -55,7 +55,7 @@ class Swapping(Updates):
         with staged:
             return await self._swap(update, staged, noted)
 
-    async def _swap(self, update: WeightUpdate, staged: Staged, noted: Update) -> str:
+    async def _swap(self, update: WeightUpdate, staged: Staged, noted: PolicyUpdate) -> str:
         """Put prepared weights into the engine's place while generation is paused."""
         was_paused = await self._engine.is_paused()
         noted.pauses.set()
@@ -85,7 +85,7 @@ class Swapping(Updates):
         """Why an update failed; resumes generation if nothing was changed."""
         mark = next((mark for mark in CODES if mark in str(error) and not may_be_mixed), None)
         # Another process of a server with several may have got the weights just before they were gone.
-        if mark and (mark in (Refused.mark, Altered.mark) or self._alone):
+        if mark and (mark in (UnusableWeights.mark, Altered.mark) or self._alone):
             if not was_paused:
                 await self._engine.resume_generation()
         else:

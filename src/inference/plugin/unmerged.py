@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from cairn.inference.plugin.adapter_copies import MERGED, AdapterCopies, AdapterCopy
 from cairn.inference.plugin.open_requests import OpenRequests
-from cairn.inference.plugin.updates import NotTaken, Update, Updates, WeightUpdate
+from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.policy.refusals import Unchanged
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Unmerged(Updates):
         on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
         return [loaded.name for loaded in self._loaded] if on_cpu and self._loaded else None
 
-    async def take(self, update: WeightUpdate, noted: Update) -> str:
+    async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:
         """See `Updates`. Requests in flight go on under the adapter that they began with."""
         try:
             copy = await asyncio.to_thread(self._copies.add, update.path)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
 
-from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.policy.refusals import Altered, Gone, NotThere, Unchanged
 
-CODES = {Refused.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
+CODES = {UnusableWeights.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
 """Status codes for weights that were not loaded, by the mark of the reason."""
 
 
@@ -29,7 +29,7 @@ class WeightUpdate(BaseModel):
 
 
 @dataclass
-class Update:
+class PolicyUpdate:
     """An update that is under way. before: the version that is served until it is done."""
 
     version: str
@@ -70,7 +70,7 @@ class Updates(ABC):
         """Of which every request has to give one as its `model`; None: of none."""
 
     @abstractmethod
-    async def take(self, update: WeightUpdate, noted: Update) -> str:
+    async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:
         """Take a policy; returns what `version` is from then on: that of the update.
 
         Args:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.layout import tensor_files
-from cairn.inference.plugin.expected import Layout
+from cairn.inference.plugin.expected import ExpectedLayout
 from cairn.policy.checksums import WORD, contribution, read_checksums, words, wrapped
 from cairn.policy.refusals import Altered, Unchanged
 from cairn.run.files import DamagedFile
@@ -27,7 +27,7 @@ PIECE = 1 << 17
 """Values that stay in the processor's cache from one look to the next."""
 
 
-class Refused(Unchanged):
+class UnusableWeights(Unchanged):
     """The weights are unusable."""
 
     mark = "weights refused: "
@@ -41,7 +41,9 @@ class Arrived:
     sums: dict[str, int]
 
 
-def read_weights(path: str, layout_of: Callable[[Iterable[str]], Layout], dtype: torch.dtype) -> Arrived:
+def read_weights(
+    path: str, layout_of: Callable[[Iterable[str]], ExpectedLayout], dtype: torch.dtype
+) -> Arrived:
     """Read and check all tensors of a model directory.
 
     Args:
@@ -65,27 +67,31 @@ def read_weights(path: str, layout_of: Callable[[Iterable[str]], Layout], dtype:
                 opened = stack.enter_context(safe_open(file, "pt"))
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     if name in where:
-                        raise Refused(f"{file}: tensor {name} is in another file as well")
+                        raise UnusableWeights(f"{file}: tensor {name} is in another file as well")
                     where[name] = file, opened
         layout = layout_of(where)
         weights = {}
         for name, (file, opened) in where.items():
             if name not in layout.shapes:
-                raise Refused(f"{file}: unexpected tensor {name}")
+                raise UnusableWeights(f"{file}: unexpected tensor {name}")
             with _refusing(file):
                 header = opened.get_slice(name)
                 shape, kind = header.get_shape(), header.get_dtype()
                 if shape != layout.shapes[name]:
-                    raise Refused(f"{file}: tensor {name} has shape {shape}, not {layout.shapes[name]}")
+                    raise UnusableWeights(
+                        f"{file}: tensor {name} has shape {shape}, not {layout.shapes[name]}"
+                    )
                 if kind not in FLOATS:
-                    raise Refused(f"{file}: tensor {name} has type {kind}, not a floating-point one")
+                    raise UnusableWeights(f"{file}: tensor {name} has type {kind}, not a floating-point one")
                 weights[name] = opened.get_tensor(name)
     tied = layout.tied
     if missing := sorted(layout.shapes.keys() - weights.keys() - tied.keys()):
-        raise Refused(f"{path}: tensor {missing[0]} is missing" + _and_more(missing))
+        raise UnusableWeights(f"{path}: tensor {missing[0]} is missing" + _and_more(missing))
     for name in tied.keys() & weights.keys():
         if not torch.equal(weights.pop(name), weights[tied[name]]):
-            raise Refused(f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to")
+            raise UnusableWeights(
+                f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to"
+            )
     try:
         published = read_checksums(Path(path))
     except DamagedFile as error:
@@ -99,7 +105,7 @@ def read_weights(path: str, layout_of: Callable[[Iterable[str]], Layout], dtype:
             raise Altered(f"{path}: tensor {name} is not the one that the trainer wrote (other checksum)")
     for name, look in looks.items():
         if not look.is_finite:
-            raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
+            raise UnusableWeights(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
     return Arrived(weights, sums)
 
 
@@ -108,7 +114,7 @@ def _refusing(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise Refused(f"{file}: not a whole safetensors file: {error}") from None
+        raise UnusableWeights(f"{file}: not a whole safetensors file: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -156,18 +162,18 @@ def check_folder(path: str) -> None:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refused(f"{path[:300]!r} is not a directory: {reason}") from None
+        raise UnusableWeights(f"{path[:300]!r} is not a directory: {reason}") from None
     if not is_folder:
-        raise Refused(f"{path!r} is not a directory")
+        raise UnusableWeights(f"{path!r} is not a directory")
 
 
 def _files(path: str) -> list[Path]:
     try:
         return tensor_files(Path(path), "model")
     except Damaged as error:
-        raise Refused(str(error)) from None
+        raise UnusableWeights(str(error)) from None
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from None
+        raise UnusableWeights(f"{path}: {error.strerror}") from None
 
 
 def _and_more(names: list[str]) -> str:

@@ -29,7 +29,7 @@ from cairn.inference.plugin.loading import RepackableLoader, load_weights
 from cairn.inference.plugin.offered import NotFinite, Offers, Tensors
 from cairn.inference.plugin.staging import Plan
 from cairn.inference.plugin.updatable import check_updatable
-from cairn.inference.plugin.weight_files import Refused, identities
+from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.policy.refusals import NotHeld, NotThere, Unchanged
 from cairn.run.signals import stay_deaf
 
@@ -150,11 +150,11 @@ def _prepared(path: str, plan: Plan) -> Tensors:
         Refused: they are not there any more.
     """
     if plan.folder and plan.folder != [list(file) for file in identities(path)]:
-        raise Refused(f"{path} was removed or changed while its weights were read")
+        raise UnusableWeights(f"{path} was removed or changed while its weights were read")
     try:
         return plan.weights()
     except (OSError, RuntimeError) as error:
-        raise Refused(f"{path}: {error}") from None
+        raise UnusableWeights(f"{path}: {error}") from None
 
 
 def _begun(parts: Iterable[Tensors]) -> Iterator[Tensors]:
@@ -170,7 +170,7 @@ def _begun(parts: Iterable[Tensors]) -> Iterator[Tensors]:
     except (NotHeld, Unchanged):
         raise
     except NotFinite as error:
-        raise Refused(str(error)) from None
+        raise UnusableWeights(str(error)) from None
     except RuntimeError as error:
         raise NotThere(f"the trainer sends nothing: {error}") from None
     return itertools.chain([first], rest)

@@ -14,7 +14,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.supervise.restarts import RestartRule
 from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import Place
+from cairn.launch.supervise.seat import Seat
 from cairn.run.cpu_time import ProcessorUse
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
@@ -26,7 +26,7 @@ PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""
 
 
-class BackgroundPlace(Place):
+class BackgroundPlace(Seat):
     """Keeps a process at work beside the run, until the run ends.
 
     A process that dies or hangs is replaced. After too many deaths without progress nothing more is done,

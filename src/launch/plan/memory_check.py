@@ -12,8 +12,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.teachers import START, is_served
 from cairn.config.trainer import TrainerBase
 from cairn.launch.plan.memory_estimate import (
-    Beside,
     Need,
+    TrainedModel,
     check_rank,
     check_serving,
     check_training,
@@ -64,7 +64,7 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
     }
     footprint = _count(folder, lora=config.lora, **how)
     beside = [
-        Beside(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
+        TrainedModel(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
         for name, one in config.models_beside.items()
     ]
     compute = config.precision.compute

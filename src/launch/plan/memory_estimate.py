@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cairn.config.optimizer import BaseOptimizerConfig, State
+from cairn.config.optimizer import BaseOptimizerConfig, StateSize
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, bytes_of
@@ -30,7 +30,7 @@ PROCESS = GIB
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """Something that takes memory. counted: whether its size follows from shapes. kept: also between
     steps, when a server may be awake on the same GPU (the probe's forward pass gathers weights)."""
 
@@ -45,7 +45,7 @@ class Need:
     """What something needs. share: what it needs it of, such as `a GPU`."""
 
     share: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def counted(self) -> int:
@@ -74,21 +74,21 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Beside:
+class TrainedModel:
     """A model that is trained beside the policy; `name` is that of its section."""
 
     name: str
     footprint: "Footprint"
     optimizer: BaseOptimizerConfig
 
-    def state(self, ranks: int) -> State:
+    def state(self, ranks: int) -> StateSize:
         """Weights and optimiser state, float32, on the fullest of so many ranks.
 
         Its gradients are as large as its weights. It has no output embeddings.
         """
         elements = self.elements(ranks)
         state = _state(self.footprint, self.optimizer, elements)
-        return State("weights and state", 4 * elements + state.bytes, state.counted)
+        return StateSize("weights and state", 4 * elements + state.bytes, state.counted)
 
     def elements(self, ranks: int) -> int:
         """The weights on the fullest of so many ranks."""
@@ -102,7 +102,7 @@ def rank_need(
     ranks: int,
     gpu: bool,
     chunk_logits: int,
-    beside: Sequence[Beside] = (),
+    beside: Sequence[TrainedModel] = (),
     frozen: Sequence["Footprint"] = (),
 ) -> Need:
     """What one rank of the trainer needs of its device, at the end of a backward pass.
@@ -120,22 +120,22 @@ def rank_need(
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
     on_host = config.state_on == "host"
     state = _state(footprint, config.optimizer, trained)
-    parts: list[Part] = []
+    parts: list[MemoryPart] = []
     if not (gpu and on_host):
         parts = [
-            Part("weights, float32", 4 * elements, kept=True),
-            Part("gradients, float32", 4 * trained),
-            Part(state.what, state.bytes, counted=state.counted, kept=True),
+            MemoryPart("weights, float32", 4 * elements, kept=True),
+            MemoryPart("gradients, float32", 4 * trained),
+            MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
         ]
         for one in beside:
             own = one.state(ranks // config.replicas)
             gradients = 4 * one.elements(ranks // config.replicas)
             parts += [
-                Part(f"the {one.name}'s weights and state, float32", own.bytes, own.counted, kept=True),
-                Part(f"the {one.name}'s gradients, float32", gradients),
+                MemoryPart(f"the {one.name}'s weights and state, float32", own.bytes, own.counted, kept=True),
+                MemoryPart(f"the {one.name}'s gradients, float32", gradients),
             ]
         parts += [
-            Part(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
+            MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
             for one in frozen
         ]
     rows, tokens = max(config.micro_batch_size, config.together), config.seq_len
@@ -145,9 +145,9 @@ def rank_need(
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)
         parts += [
-            Part(f"weights gathered for a layer and the head, {config.precision.compute}",
+            MemoryPart(f"weights gathered for a layer and the head, {config.precision.compute}",
                  compute * (layer + staying), kept=True),
-            Part("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
+            MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
         ahead = 2 * compute * layer
     kept = footprint.kept.bytes(rows, tokens)
@@ -155,15 +155,15 @@ def rank_need(
     logits = min(rows * tokens * footprint.vocabulary, chunk_logits)
     head = footprint.head or footprint.embeddings
     parts += [
-        Part(f"activations of {rows} x {tokens} tokens", kept, counted=False),
-        Part("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
-        Part("a chunk of logits, and the head's gradient", logits * (8 + compute) + head * (4 + compute),
-             counted=False),
-        Part("a layer gathered ahead", ahead, counted=False),
+        MemoryPart(f"activations of {rows} x {tokens} tokens", kept, counted=False),
+        MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
+        MemoryPart("a chunk of logits, and the head's gradient",
+             logits * (8 + compute) + head * (4 + compute), counted=False),
+        MemoryPart("a layer gathered ahead", ahead, counted=False),
     ]  # fmt: skip
     if gpu:
         so_far = sum(part.bytes for part in parts)
-        parts.append(Part("CUDA, NCCL and fragments", CONTEXT + int(SLACK * so_far), counted=False))
+        parts.append(MemoryPart("CUDA, NCCL and fragments", CONTEXT + int(SLACK * so_far), counted=False))
     return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
 
 
@@ -179,19 +179,19 @@ def host_need(
     *,
     ranks: int,
     gpu: bool,
-    beside: Sequence[Beside] = (),
+    beside: Sequence[TrainedModel] = (),
     frozen: Sequence["Footprint"] = (),
 ) -> Need:
     """What all ranks of one machine need of its memory.
 
     The copy of the state that a save takes is estimated, as a save goes in pieces where it does not fit.
     """
-    parts = [Part(f"processes of {_ranks(ranks)}", PROCESS * ranks, counted=False)]
+    parts = [MemoryPart(f"processes of {_ranks(ranks)}", PROCESS * ranks, counted=False)]
     if not gpu:
         counted = rank.counted * ranks
         parts = [
-            Part(f"state of {_ranks(ranks)}", counted),
-            Part("their activations", rank.total * ranks - counted, counted=False),
+            MemoryPart(f"state of {_ranks(ranks)}", counted),
+            MemoryPart("their activations", rank.total * ranks - counted, counted=False),
             *parts,
         ]
     if gpu and config.state_on == "host":
@@ -203,18 +203,18 @@ def host_need(
             each = ranks // config.replicas
             state += (one.state(each).bytes + 4 * one.elements(each)) * ranks
         state += sum(_held(one, config, ranks) * ranks for one in frozen)
-        parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
+        parts.append(MemoryPart(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
         elements = footprint.trained_shard(1)
         copied = 0
         if config.ckpt.training_state:
             copied = _state(footprint, config.optimizer, elements).bytes
             copied += sum(one.state(1).bytes for one in beside)
-        parts.append(Part("a copy of the state while it is saved", 4 * elements + copied, False))
+        parts.append(MemoryPart("a copy of the state while it is saved", 4 * elements + copied, False))
     return Need("of the machine's memory", tuple(parts))
 
 
-def _state(footprint: "Footprint", optimizer: BaseOptimizerConfig, elements: int) -> State:
+def _state(footprint: "Footprint", optimizer: BaseOptimizerConfig, elements: int) -> StateSize:
     """The optimiser's state of a shard of so many elements."""
     hidden = elements * sum(footprint.layers) // footprint.elements
     return optimizer.state(hidden, elements - hidden)
@@ -228,8 +228,8 @@ def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:
     """
     weights = parameters * WIDTHS.get(dtype, 2) // tensor_parallel
     return Need("a GPU", (
-        Part(f"weights, {'16 bits' if dtype == 'auto' else dtype}", weights),
-        Part("CUDA, graphs and activations", 3 * GIB, counted=False),
+        MemoryPart(f"weights, {'16 bits' if dtype == 'auto' else dtype}", weights),
+        MemoryPart("CUDA, graphs and activations", 3 * GIB, counted=False),
     ))  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def with_cache(server: Need, cache: str | None) -> Need:
         size = bytes_of(cache)
     except ValueError:
         return server  # vLLM knows more ways to write a size
-    return Need(server.share, (*server.parts, Part("keys and values (kv_cache_memory)", size)))
+    return Need(server.share, (*server.parts, MemoryPart("keys and values (kv_cache_memory)", size)))
 
 
 def cache_left(server: Need, has: int) -> int:

@@ -26,7 +26,7 @@ SPIN_COUNT = 5000
 """GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
 
 
-class Placement:
+class ClusterPlacement:
     """Room in the Ray cluster for `config.workers` ranks: one CPU each and, if there are any, one GPU."""
 
     def __init__(self, config: TrainerBase):

@@ -20,7 +20,7 @@ from cairn.run.processes import die_after, in_background
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
+class RayProcess:
     """A worker's process id, its Ray node's id and name, and its GPU, if it has one."""
 
     pid: int
@@ -63,11 +63,11 @@ class Worker:
         """Take over a part of the driver's environment; called before anything that reads it is imported."""
         adopt(environment)
 
-    def process(self) -> WorkerProcess:
+    def process(self) -> RayProcess:
         """This process's id and node; answers at once unless the process is busy."""
         gpus = ray.get_gpu_ids()
         node = ray.get_runtime_context().get_node_id()
-        return WorkerProcess(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
+        return RayProcess(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
 
     def prepare(self, config: TrainerBase) -> None:
         """Import what training needs, at low priority because other ranks are training."""

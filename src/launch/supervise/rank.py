@@ -7,14 +7,14 @@ import ray
 from ray.exceptions import RayError
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray.worker import Assignment, WorkerProcess
+from cairn.launch.ray.worker import Assignment, RayProcess
 from cairn.launch.supervise.rank_process import RankProcess
-from cairn.launch.supervise.seat import Place
+from cairn.launch.supervise.seat import Seat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 
 
-class RankPlace(Place):
+class RankPlace(Seat):
     """One rank of the trainer. Its node and GPU belong to the place: they stay the same after a restart."""
 
     def __init__(self, number: int, run: RunDirectory):
@@ -83,7 +83,7 @@ class RankPlace(Place):
         self.run.set_role(self.name, state, self._about.pid, self._about.host)
 
     @property
-    def _about(self) -> WorkerProcess:
+    def _about(self) -> RayProcess:
         about = self.occupant.about
         assert about is not None
         return about

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray.worker import Assignment, Worker, WorkerProcess
+from cairn.launch.ray.worker import Assignment, RayProcess, Worker
 from cairn.run.attempt import Attempt
 
 PING_SECONDS = 2.0
@@ -37,16 +37,16 @@ class RankProcess:
         self._worker = actor.options(**options).remote(str(log), os.getpid(), socket.gethostname())
         if environment:
             self._worker.adopt.remote(dict(environment))
-        self.about: WorkerProcess | None = None
+        self.about: RayProcess | None = None
         """Its process id and node; None until they are known."""
 
-    def wait_started(self, seconds: float | None = None) -> WorkerProcess:
+    def wait_started(self, seconds: float | None = None) -> RayProcess:
         """Wait until the worker has started and is not busy; returns its process id and node.
 
         Raises:
             GetTimeoutError: it took longer than `seconds`.
         """
-        about: WorkerProcess = self.about or ray.get(self._worker.process.remote(), timeout=seconds)
+        about: RayProcess = self.about or ray.get(self._worker.process.remote(), timeout=seconds)
         self.about = about
         return about
 

@@ -19,7 +19,7 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
 from cairn.launch.plan.start import StartDamaged
-from cairn.launch.ray.cluster import Placement, cluster_ranks, end_ray, start_ray
+from cairn.launch.ray.cluster import ClusterPlacement, cluster_ranks, end_ray, start_ray
 from cairn.launch.supervise.rank import RankPlace
 from cairn.launch.supervise.rank_process import RankProcess
 from cairn.launch.supervise.restarts import RestartRule
@@ -89,7 +89,7 @@ class Ranks:
         """Spares started ahead of the ranks, by a driver that is itself a standby."""
         self._taken = taken
         self._ranks: list[RankPlace] = []
-        self._reserved: Placement | None = None
+        self._reserved: ClusterPlacement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)
         self._step = -1
@@ -123,7 +123,7 @@ class Ranks:
             RayFailed: Ray itself failed.
         """
         try:
-            self._reserved = Placement(self.config)
+            self._reserved = ClusterPlacement(self.config)
             while True:
                 heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()
@@ -147,7 +147,7 @@ class Ranks:
             raise RayFailed(f"Ray failed: {type(error).__name__}: {error}") from None
 
     @property
-    def _placement(self) -> Placement:
+    def _placement(self) -> ClusterPlacement:
         assert self._reserved is not None  # by `train`
         return self._reserved
 

@@ -9,7 +9,7 @@ from cairn.config.kinds import RunConfig
 from cairn.launch.plan.start import StartDamaged
 from cairn.launch.supervise.restarts import RestartRule
 from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import Place
+from cairn.launch.supervise.seat import Seat
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -41,7 +41,7 @@ OWN_WORKERS = ("trainer_rank", "trainer_spare")
 """Prefixes, in roles.json, of worker names that die with the trainer's driver."""
 
 
-class RolePlace(Place):
+class RolePlace(Seat):
     """Keeps a role filled until the run ends; constructing it starts the first process."""
 
     def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
@@ -138,18 +138,18 @@ class RolePlace(Place):
         """Where the occupant notes which calls of user code are in progress, if it makes any."""
         return self.run.calls(self.name)
 
-    def _blame(self, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[noted_calls.Found]:
+    def _blame(self, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[noted_calls.RunningCall]:
         """The calls of user code that are to blame for the occupant's death; each is charged with a try."""
         return noted_calls.charge(self._calls, self._occupant.pid, how, sure=sure, suspects=suspects)
 
-    def _blame_for_signal(self, number: int) -> list[noted_calls.Found]:
+    def _blame_for_signal(self, number: int) -> list[noted_calls.RunningCall]:
         """The same, for a signal that has killed the occupant."""
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         crash = number not in FROM_OUTSIDE
         suspects = thread_that_crashed(self.log) if crash else []
         return self._blame(f"was killed by {name}", sure=crash, suspects=suspects)
 
-    def _blame_for_hang(self) -> list[noted_calls.Found]:
+    def _blame_for_hang(self) -> list[noted_calls.RunningCall]:
         """Have the occupant, which hangs, write its stacks; kill it, and find who is to blame."""
         pid = self._occupant.pid
         before = processor_times(pid)
@@ -167,7 +167,7 @@ class RolePlace(Place):
         *,
         for_good: bool = False,
         stopping: bool,
-        blame: Sequence[noted_calls.Found] = (),
+        blame: Sequence[noted_calls.RunningCall] = (),
     ) -> None:
         """Schedule a replacement for the dead occupant by the restart rule, unless the run is stopping.
 

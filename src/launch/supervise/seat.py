@@ -10,7 +10,7 @@ LOOK_SECONDS = 0.5
 """Seconds between two checks of an occupant's heartbeat."""
 
 
-class Place:
+class Seat:
     """Work that some process must always be doing, with one name in roles.json, heartbeats/ and logs/.
 
     The process that does it is the occupant of the place. When the occupant dies, or is killed because it

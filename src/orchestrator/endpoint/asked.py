@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from cairn.config.sampling import checked_stop
-from cairn.orchestrator.endpoint.structured import ANY_FORM, BadForm, Form, form_of
+from cairn.orchestrator.endpoint.structured import ANY_FORM, AnswerFormat, BadForm, form_of
 
 T = TypeVar("T")
 MODEL_NAME = "policy"
@@ -70,7 +70,7 @@ NO_GRAMMAR = (
 """Why a field is refused that wants an answer in a form."""
 
 
-class Refused(Exception):
+class UnanswerableRequest(Exception):
     """A request that can't be answered; the arguments are those of an error of OpenAI's API.
 
     status: of HTTP. param: the field that is to blame, if one is. code: for programs. ignorable: whether the
@@ -91,7 +91,7 @@ class Refused(Exception):
         self.ignorable = ignorable
 
     @classmethod
-    def together(cls, refusals: "Sequence[Refused]") -> "Refused":
+    def together(cls, refusals: "Sequence[UnanswerableRequest]") -> "UnanswerableRequest":
         """One error for all that is wrong with a request."""
         if len(refusals) == 1:
             return refusals[0]
@@ -135,13 +135,13 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     stop: tuple[str, ...] = ()
-    form: Form = ANY_FORM
+    form: AnswerFormat = ANY_FORM
 
 
 class Fields:
     """The fields of one request that are to be heeded, and all reasons so far to refuse it."""
 
-    def __init__(self, values: Mapping[str, Any], refusals: Sequence[Refused]):
+    def __init__(self, values: Mapping[str, Any], refusals: Sequence[UnanswerableRequest]):
         self._values = values
         self._refusals = [*refusals]
 
@@ -153,7 +153,7 @@ class Fields:
         """What `what()` returns; if it refuses the request, that is noted, and the default returned."""
         try:
             return what()
-        except Refused as refused:
+        except UnanswerableRequest as refused:
             self._refusals.append(refused)
             return default
 
@@ -162,7 +162,9 @@ class Fields:
         value = self.get(name, False)
         if isinstance(value, bool):
             return value
-        self._refusals.append(Refused(f"{name} = {shown(value)}: it must be true or false", param=name))
+        self._refusals.append(
+            UnanswerableRequest(f"{name} = {shown(value)}: it must be true or false", param=name)
+        )
         return False
 
     def positive(self, *names: str) -> int | None:
@@ -172,7 +174,7 @@ class Fields:
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 why = f"{name} = {shown(value)}: it must be a whole number from 1 on"
-                self._refusals.append(Refused(why, param=name))
+                self._refusals.append(UnanswerableRequest(why, param=name))
             else:
                 right.append(value)
         return min(right, default=None)
@@ -182,7 +184,7 @@ class Fields:
         try:
             return checked_stop(self.get(name) or [], name)
         except ValueError as error:
-            self._refusals.append(Refused(str(error), param=name))
+            self._refusals.append(UnanswerableRequest(str(error), param=name))
             return ()
 
     def stop_tokens(self) -> tuple[int, ...]:
@@ -191,7 +193,7 @@ class Fields:
         if isinstance(ids, list) and all(type(one) is int and 0 <= one < 2**31 for one in ids):
             return tuple(ids)
         why = f"stop_token_ids = {shown(ids)}: they must be token ids"
-        self._refusals.append(Refused(why, param="stop_token_ids"))
+        self._refusals.append(UnanswerableRequest(why, param="stop_token_ids"))
         return ()
 
     def checked(self, asked: Asked) -> Asked:
@@ -201,7 +203,7 @@ class Fields:
             Refused: something is; the message tells all of it.
         """
         if self._refusals:
-            raise Refused.together(self._refusals)
+            raise UnanswerableRequest.together(self._refusals)
         return asked
 
 
@@ -229,20 +231,20 @@ class Rules:
             Refused: the body is no object.
         """
         if not isinstance(body, dict):
-            raise Refused("the body must be a JSON object")
+            raise UnanswerableRequest("the body must be a JSON object")
         values = {
             name: value for name, value in body.items() if value is not None and name not in self.ignore
         }
         found = [self._wrong(name, value, known) for name, value in values.items()]
         return Fields(values, [one for one in found if one is not None])
 
-    def _wrong(self, name: str, value: Any, known: Collection[str]) -> Refused | None:
+    def _wrong(self, name: str, value: Any, known: Collection[str]) -> UnanswerableRequest | None:
         """Why a field can't have this value."""
         if name == "model":
             if value == MODEL_NAME:
                 return None
             why = f"model = {shown(value)}: the only model here is {MODEL_NAME!r}"
-            return Refused(why, 404, name, "model_not_found", ignorable=True)
+            return UnanswerableRequest(why, 404, name, "model_not_found", ignorable=True)
         if name in HARMLESS or name in known:
             return None
         why = REASONS.get(name, DISTRIBUTION if name in NEUTRAL else "the endpoint does not know this field")
@@ -252,11 +254,13 @@ class Rules:
             why = f"{DISTRIBUTION}: its temperature is {self.temperature:g}"
         elif name in NEUTRAL and any(value == one and _same_kind(value, one) for one in NEUTRAL[name]):
             return None
-        return Refused(f"{name} = {shown(value)}: {why}", 400, name, "unsupported_value", ignorable=True)
+        return UnanswerableRequest(
+            f"{name} = {shown(value)}: {why}", 400, name, "unsupported_value", ignorable=True
+        )
 
     def form(
         self, tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, parallel: Any, text: Any, name: str
-    ) -> Form:
+    ) -> AnswerFormat:
         """The form that the answer is wanted in.
 
         Args:
@@ -272,7 +276,7 @@ class Rules:
 
         def refuse(field: str, why: str) -> NoReturn:
             told = f"{field} = {shown(asked.get(field))}: {why}"
-            raise Refused(told, 400, field, "unsupported_value", ignorable=field in asked)
+            raise UnanswerableRequest(told, 400, field, "unsupported_value", ignorable=field in asked)
 
         try:
             form = form_of(tools, choice, parallel=parallel, text=text, name=name)
@@ -294,7 +298,7 @@ class Rules:
         if not tools:
             return None
         if not isinstance(tools, list) or not all(_is_schema(one) for one in tools):
-            raise Refused(
+            raise UnanswerableRequest(
                 'tools must be a list of {"type": "function", "function": {"name": ..., ...}}, and is '
                 f"{shown(tools)}",
                 param="tools",
@@ -302,7 +306,7 @@ class Rules:
         if choice in ("none", {"type": "none"}):
             return None
         if not self.calls_are_read:
-            raise Refused(
+            raise UnanswerableRequest(
                 "the model can be given no tools: nothing reads its calls; set orchestrator.tool_parser to "
                 "the parser of vLLM that fits the model, such as hermes",
                 param="tools",

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from cairn.orchestrator.endpoint.asked import Refused
+from cairn.orchestrator.endpoint.asked import UnanswerableRequest
 
 DEEPEST = 100
 """Lists and objects in each other: templates, schemas and JSON are walked by functions that recurse."""
@@ -21,7 +21,7 @@ def read_body(content: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise UnanswerableRequest(f"the body is not JSON: {error}") from None
     check_values(body)
     return body
 
@@ -39,7 +39,9 @@ def check_values(body: Any) -> None:
             _check_text(value, where)
         elif isinstance(value, float):
             if not math.isfinite(value):
-                raise Refused(f"{where or 'the body'} is a number that is not finite", param=where or None)
+                raise UnanswerableRequest(
+                    f"{where or 'the body'} is a number that is not finite", param=where or None
+                )
         elif isinstance(value, dict | list):
             if depth == DEEPEST:
                 raise _too_deep()
@@ -61,8 +63,12 @@ def _check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         what = f"{where or 'the body'} has half of a surrogate pair at character {error.start}"
         hint = "it is no text; send whole characters, or leave it out"
-        raise Refused(f"{what} (\\u{ord(text[error.start]):04x}): {hint}", param=where or None) from None
+        raise UnanswerableRequest(
+            f"{what} (\\u{ord(text[error.start]):04x}): {hint}", param=where or None
+        ) from None
 
 
-def _too_deep() -> Refused:
-    return Refused(f"the body has more than {DEEPEST} lists and objects in each other; send a flatter one")
+def _too_deep() -> UnanswerableRequest:
+    return UnanswerableRequest(
+        f"the body has more than {DEEPEST} lists and objects in each other; send a flatter one"
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, shown
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
 from cairn.orchestrator.endpoint.structured import ANY_FORM
 from cairn.run.conversations import REASONING
 
@@ -46,7 +46,7 @@ def parse(body: Any, rules: Rules) -> Asked:
 
 def _messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of at least one message", param="messages")
+        raise UnanswerableRequest("messages must be a list of at least one message", param="messages")
     return [_message(number, message) for number, message in enumerate(given)]
 
 
@@ -54,16 +54,22 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     """A message as chat templates know it, where instructions of the developer are the system's."""
     where = f"messages[{number}]"
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise Refused(f"{where} must be an object with a role of {', '.join(ROLES)}", param=where)
+        raise UnanswerableRequest(f"{where} must be an object with a role of {', '.join(ROLES)}", param=where)
     check_content(message.get("content"), where, may_be_empty=message["role"] in ("assistant", "tool"))
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
-        raise Refused(f"{where}.tool_calls = {shown(calls)}: each must have a function's name", param=where)
+        raise UnanswerableRequest(
+            f"{where}.tool_calls = {shown(calls)}: each must have a function's name", param=where
+        )
     if message.get("function_call"):
-        raise Refused(f"{where}.function_call is OpenAI's earlier form; send tool_calls", param=where)
+        raise UnanswerableRequest(
+            f"{where}.function_call is OpenAI's earlier form; send tool_calls", param=where
+        )
     for name in (*REASONING, "name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str | None):
-            raise Refused(f"{where}.{name} = {shown(message[name])}: it must be text", param=where)
+            raise UnanswerableRequest(
+                f"{where}.{name} = {shown(message[name])}: it must be text", param=where
+            )
     if message.get("content") == []:
         message = {**message, "content": ""}
     return {**message, "role": "system"} if message["role"] == "developer" else message
@@ -78,10 +84,14 @@ def check_content(content: Any, where: str, *, may_be_empty: bool = False) -> No
     if content is None or isinstance(content, str):
         return
     if content == [] and not may_be_empty:
-        raise Refused(f"{where}.content is an empty list: send a text, or a list of texts", param=where)
+        raise UnanswerableRequest(
+            f"{where}.content is an empty list: send a text, or a list of texts", param=where
+        )
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Refused(f"{where}.content has {shown(part)}: the policy reads text only", param=where)
+            raise UnanswerableRequest(
+                f"{where}.content has {shown(part)}: the policy reads text only", param=where
+            )
 
 
 def _is_call(call: Any) -> bool:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, shown
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
 from cairn.orchestrator.endpoint.structured import ANY_FORM
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def parse(body: Any, rules: Rules) -> Asked:
 def _format(config: Any, earlier: Any) -> Any:
     """The format of the text that is wanted; `earlier` is the field in which it stood first."""
     if config is not None and (not isinstance(config, dict) or set(config) - {"format"}):
-        raise Refused(
+        raise UnanswerableRequest(
             f"output_config = {shown(config)}: it may have a format, and nothing else",
             param="output_config",
             ignorable=True,
@@ -71,7 +71,7 @@ def _schemas(tools: Any) -> Any:
 def _schema(tool: Any) -> dict[str, Any]:
     own = isinstance(tool, dict) and tool.get("type") in (None, "custom")
     if not own or not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-        raise Refused(
+        raise UnanswerableRequest(
             f"tools has {shown(tool)}: each must have a name and an input_schema, and be called by the agent",
             param="tools",
         )
@@ -91,7 +91,7 @@ def _system(given: Any) -> list[dict[str, Any]]:
 def _messages(given: Any) -> list[dict[str, Any]]:
     """The messages that content blocks make: each result of a tool is one of its own."""
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of at least one message", param="messages")
+        raise UnanswerableRequest("messages must be a list of at least one message", param="messages")
     messages: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     """The names of the functions that were called, by the ids of the calls."""
@@ -99,7 +99,9 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or role not in BLOCKS:
-            raise Refused(f"{where} must be an object with a role of {', '.join(BLOCKS)}", param=where)
+            raise UnanswerableRequest(
+                f"{where} must be an object with a role of {', '.join(BLOCKS)}", param=where
+            )
         blocks = _blocks(message.get("content"), role, where)
         if role == "assistant":
             messages.append(_said(blocks))
@@ -107,7 +109,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         else:
             messages += _told(role, blocks, called, where)
     if messages and messages[-1]["role"] == "assistant":
-        raise Refused(
+        raise UnanswerableRequest(
             "messages must not end with the assistant's: the endpoint begins answers, and continues none",
             param="messages",
         )
@@ -124,13 +126,17 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or (not content and role != "assistant"):
         what = "an empty list" if content == [] else shown(content)
-        raise Refused(f"{where} has content {what}: send a text, or a list of blocks", param=where)
+        raise UnanswerableRequest(
+            f"{where} has content {what}: send a text, or a list of blocks", param=where
+        )
     for number, block in enumerate(content):
         place = f"{where}.content[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in BLOCKS[role]:
             kinds = ", ".join(BLOCKS[role])
-            raise Refused(f"{place} = {shown(block)}: the policy reads text only ({kinds})", param=place)
+            raise UnanswerableRequest(
+                f"{place} = {shown(block)}: the policy reads text only ({kinds})", param=place
+            )
         needed: dict[str, type] = {
             "text": {"text": str},
             "thinking": {"thinking": str},
@@ -140,7 +146,9 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
         for name, wanted in needed.items():
             if not isinstance(block.get(name), wanted):
                 what = "an object" if wanted is dict else "text"
-                raise Refused(f"{place}.{name} = {shown(block.get(name))}: it must be {what}", param=place)
+                raise UnanswerableRequest(
+                    f"{place}.{name} = {shown(block.get(name))}: it must be {what}", param=place
+                )
     return content
 
 
@@ -258,7 +266,7 @@ def events(reply: "Reply", name: str, asked: Asked) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: UnanswerableRequest) -> dict[str, Any]:
     """An error as Anthropic's clients know it."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = "api_error" if refused.status >= 500 else kinds.get(refused.status, "invalid_request_error")

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, shown
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
 from cairn.orchestrator.endpoint.chat_completions import ROLES, usage
 from cairn.orchestrator.endpoint.structured import ANY_FORM
 
@@ -53,7 +53,7 @@ def parse(body: Any, rules: Rules) -> Asked:
 def _instructions(given: Any) -> list[dict[str, Any]]:
     """The message of the instructions."""
     if given is not None and not isinstance(given, str):
-        raise Refused(f"instructions = {shown(given)}: they must be text", param="instructions")
+        raise UnanswerableRequest(f"instructions = {shown(given)}: they must be text", param="instructions")
     return [{"role": "system", "content": given}] if given else []
 
 
@@ -63,7 +63,7 @@ def _format(text: Any) -> Any:
         return None
     further = set(text) - {"format"} if isinstance(text, dict) else {"text"}
     if further - {"verbosity"} or (isinstance(text, dict) and text.get("verbosity") not in (None, "medium")):
-        raise Refused(
+        raise UnanswerableRequest(
             f"text = {shown(text)}: it may have a format, and nothing else", param="text", ignorable=True
         )
     return text.get("format")
@@ -77,7 +77,7 @@ def _schemas(tools: Any) -> Any:
 def _schema(tool: Any) -> Any:
     """A function's schema in the form of chat completions."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise Refused(f"tools has {shown(tool)}: only functions can be called", param="tools")
+        raise UnanswerableRequest(f"tools has {shown(tool)}: only functions can be called", param="tools")
     names = ("name", "description", "parameters", "strict")
     return {
         "type": "function",
@@ -90,7 +90,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise Refused("input must be text, or a list of at least one item", param="input")
+        raise UnanswerableRequest("input must be text, or a list of at least one item", param="input")
     messages: list[dict[str, Any]] = []
     said = len(ORDER)
     """Place in `ORDER` of the item before, if it belongs to an answer of the model."""
@@ -129,7 +129,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if kind == "reasoning":
         text = _text(item.get("content") or item.get("summary") or "", where)
         return {"role": "assistant", "content": "", "reasoning_content": text}
-    raise Refused(
+    raise UnanswerableRequest(
         f"{where} = {shown(item)}: there are message, function_call, function_call_output, reasoning",
         param=where,
     )
@@ -139,11 +139,11 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refused(f"{where} has content {shown(content)}: it must be text", param=where)
+        raise UnanswerableRequest(f"{where} has content {shown(content)}: it must be text", param=where)
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
         if not is_text:
-            raise Refused(f"{where} has {shown(part)}: the policy reads text only", param=where)
+            raise UnanswerableRequest(f"{where} has {shown(part)}: the policy reads text only", param=where)
     return "\n".join(part["text"] for part in content)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from cairn.orchestrator.endpoint import chat_completions, messages, responses
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest
 from cairn.orchestrator.endpoint.body import read_body
 from cairn.orchestrator.endpoint.session import Exchange, Session
 
@@ -42,7 +42,7 @@ class _Kind:
     parse: Callable[[Any, Rules], Asked]
     whole: Callable[["Reply", str, Asked], dict[str, Any]]
     events: Callable[["Reply", str, Asked], Iterator[str]]
-    error: Callable[[Refused], dict[str, Any]] = lambda refused: refused.body
+    error: Callable[[UnanswerableRequest], dict[str, Any]] = lambda refused: refused.body
 
 
 def _lines_of_chunks(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
@@ -147,7 +147,7 @@ class Endpoint:
         found = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
         found = found or self._sessions.get(request.headers.get("x-api-key", "").strip())
         if found is None:
-            raise Refused(
+            raise UnanswerableRequest(
                 "no rollout that is being worked on has this key: send the one in OPENAI_API_KEY as a bearer "
                 "token, or the one in ANTHROPIC_API_KEY as x-api-key",
                 401,
@@ -161,19 +161,23 @@ class Endpoint:
         try:
             self._session(request)
             return await handler(request)
-        except Refused as refused:
+        except UnanswerableRequest as refused:
             return _error(request, refused)
         except web.HTTPRequestEntityTooLarge:
-            return _error(request, Refused(f"a request may have at most {LARGEST_REQUEST} bytes", 413))
+            return _error(
+                request, UnanswerableRequest(f"a request may have at most {LARGEST_REQUEST} bytes", 413)
+            )
         except web.HTTPException as error:
             paths = ", ".join(f"POST {path}" for path in (*KINDS, COUNT))
             what = f"{request.method} {request.path}: {error.reason}; there are {paths} and GET /v1/models"
-            return _error(request, Refused(what, error.status))
+            return _error(request, UnanswerableRequest(what, error.status))
         except ConnectionError:
             raise
         except Exception as error:
             logger.exception("a request of an agent could not be answered")
-            return _error(request, Refused(f"the endpoint failed: {type(error).__name__}: {error}", 500))
+            return _error(
+                request, UnanswerableRequest(f"the endpoint failed: {type(error).__name__}: {error}", 500)
+            )
 
     async def _models(self, _: web.Request) -> web.Response:
         pages = {"has_more": False, "first_id": MODEL_NAME, "last_id": MODEL_NAME}
@@ -182,7 +186,9 @@ class Endpoint:
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name != MODEL_NAME:
-            raise Refused(f"there is no model {name!r}, only {MODEL_NAME!r}", 404, code="model_not_found")
+            raise UnanswerableRequest(
+                f"there is no model {name!r}, only {MODEL_NAME!r}", 404, code="model_not_found"
+            )
         return web.json_response(_DESCRIPTION)
 
     async def _answer(self, kind: _Kind, request: web.Request) -> web.StreamResponse:
@@ -221,7 +227,7 @@ class Endpoint:
             await asyncio.wait({exchange.answer}, timeout=SIGN_SECONDS)
         try:
             lines = [*kind.events(_reply(exchange), name, asked)]
-        except Refused as refused:
+        except UnanswerableRequest as refused:
             if not response.prepared:
                 raise
             lines = [f"event: error\ndata: {json.dumps(kind.error(refused))}\n\n"]
@@ -249,13 +255,13 @@ def _reply(exchange: Exchange) -> "Reply":
     """
     answer = exchange.answer
     if answer.cancelled():
-        raise Refused("the rollout has ended", 503)
+        raise UnanswerableRequest("the rollout has ended", 503)
     error = answer.exception()
     if error is None:
         return answer.result()
-    if isinstance(error, Refused):
+    if isinstance(error, UnanswerableRequest):
         raise error
-    raise Refused(f"the rollout can't go on: {error}", 503) from error
+    raise UnanswerableRequest(f"the rollout can't go on: {error}", 503) from error
 
 
 def _is_open(request: web.Request) -> bool:
@@ -280,7 +286,7 @@ async def _write(
     return _is_open(request)
 
 
-def _error(request: web.Request, refused: Refused) -> web.Response:
+def _error(request: web.Request, refused: UnanswerableRequest) -> web.Response:
     of_messages = "anthropic-version" in request.headers or request.path in ("/v1/messages", COUNT)
     body = messages.error(refused) if of_messages else refused.body
     # Clients of both APIs try again after errors of servers unless they are told not to.

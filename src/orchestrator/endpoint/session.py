@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cairn.orchestrator.chat import NoPrompt
-from cairn.orchestrator.endpoint.asked import Asked, Refused, Rules
+from cairn.orchestrator.endpoint.asked import Asked, Rules, UnanswerableRequest
 
 if TYPE_CHECKING:
     from cairn.orchestrator.environments.program import Model, Reply
@@ -126,13 +126,13 @@ class Session:
                 stop=asked.stop,
             )
         except NoPrompt as error:
-            raise Refused(str(error), param="messages") from error
+            raise UnanswerableRequest(str(error), param="messages") from error
         finally:
             self._busy -= 1
             if not self._busy:
                 self._waited += time.monotonic() - self._since
         if not reply.token_ids:
-            raise Refused(
+            raise UnanswerableRequest(
                 "the conversation leaves no room for an answer in the model's context; shorten it",
                 code="context_length_exceeded",
             )
@@ -150,4 +150,4 @@ class Session:
         try:
             return await self._model.count_tokens(asked.messages, tools=asked.tools)
         except NoPrompt as error:
-            raise Refused(str(error), param="messages") from error
+            raise UnanswerableRequest(str(error), param="messages") from error

@@ -26,7 +26,7 @@ class BadForm(ValueError):
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerFormat:
     """What an answer shall be.
 
     call: it has a call. function: the only one that it calls. parallel: it may have several calls. is_json:
@@ -78,12 +78,12 @@ class Form:
         return None if error is None else f"its content does not fit the schema: {error.message[:MESSAGE]}"
 
 
-ANY_FORM = Form()
+ANY_FORM = AnswerFormat()
 
 
 def form_of(
     tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, parallel: Any, text: Any, name: str
-) -> Form:
+) -> AnswerFormat:
     """The form that a request wants its answer in.
 
     Args:
@@ -107,7 +107,7 @@ def form_of(
     if function is not None and function not in names:
         raise BadForm("tool_choice", f"the request has no such tool, only {', '.join(names)}")
     is_json, schema = _json_wanted(text, name)
-    return Form(call, function, parallel is not False, is_json, schema)
+    return AnswerFormat(call, function, parallel is not False, is_json, schema)
 
 
 def _called(choice: Any) -> tuple[bool, str | None]:

@@ -21,7 +21,7 @@ from cairn.orchestrator.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, che
 from cairn.orchestrator.endpoint.server import Endpoint
 from cairn.orchestrator.environments.asked import wrong_with_methods
 from cairn.orchestrator.environments.calls import shortened
-from cairn.orchestrator.environments.data_set import Source
+from cairn.orchestrator.environments.data_set import ProblemSource
 from cairn.orchestrator.environments.program import Model, Programs
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.rewards import Rewards, says_nothing, to_json
@@ -118,7 +118,7 @@ class Agent:
             str(Path(part).absolute()) if os.path.isfile(part) else part
             for part in command
         ]
-        self._records = load_records(Source(data, split, csv_numbers))
+        self._records = load_records(ProblemSource(data, split, csv_numbers))
         self._fields: dict[str, None] = dict.fromkeys(self._records.columns)
         self.reward: Callable[..., Any] = load(reward, BUILT_IN, SETTING, "function")
         self.reward_names = _names_wanted(reward, self.reward)

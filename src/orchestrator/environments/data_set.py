@@ -12,7 +12,7 @@ from cairn.orchestrator.environments.reward_functions import RewardFunction, awa
 from cairn.orchestrator.environments.rewards import Rewards
 from cairn.run.data_sets import (
     BadRecord,
-    Part,
+    DataSetPart,
     content_digest,
     every,
     kind_of,
@@ -27,14 +27,14 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class ProblemSource:
     """Where the problems are read from; see `DataSource`."""
 
     name: str
     split: str
     csv_numbers: Sequence[str] = ()
     split_setting: str = "orchestrator.environment.args.split"
-    part: Part | None = None
+    part: DataSetPart | None = None
 
 
 class DataSet:
@@ -79,7 +79,7 @@ class DataSet:
         max_turns: int = MAX_TURNS,
     ):
         self._made_by = ""
-        self._source = Source(data, split, csv_numbers)
+        self._source = ProblemSource(data, split, csv_numbers)
         self._records = load_records(self._source)
         if said := what_is_read(self._source):
             logger.info("%s", said)

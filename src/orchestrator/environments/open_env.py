@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from cairn.orchestrator.environments.open_env_session import TOLD, Full, Refused, Seen, Server, Session, begin
+from cairn.orchestrator.environments.open_env_session import (
+    TOLD,
+    Full,
+    Observation,
+    OpenEnvServer,
+    OpenEnvSession,
+    ServerRefused,
+    begin,
+)
 from cairn.orchestrator.environments.protocol import EnvironmentFailed
 from cairn.orchestrator.environments.rewards import Rewards
 from cairn.run.seeds import derive
@@ -85,7 +93,7 @@ class OpenEnv:
             if not (token := os.environ.get(token_variable)):
                 raise ValueError(f"token_variable = {token_variable!r}: no such environment variable is set")
             headers["Authorization"] = f"Bearer {token}"
-        self._server = Server(_address(url), headers, connect_timeout, message_timeout, wait)
+        self._server = OpenEnvServer(_address(url), headers, connect_timeout, message_timeout, wait)
         self._action, self._observation = dict(action), observation
         self._problems, self._seed = problems, seed
         self._reset = dict(reset or {})
@@ -100,7 +108,7 @@ class OpenEnv:
 
     async def lacks(self) -> str | None:
         """What keeps a rollout from beginning, in words: no server, or one that takes no seeds."""
-        server = Server(**{**vars(self._server), "wait": self._server.connect_timeout})
+        server = OpenEnvServer(**{**vars(self._server), "wait": self._server.connect_timeout})
         try:
             first = await self._first(server)
             again = await self._first(server)
@@ -116,12 +124,12 @@ class OpenEnv:
             )
         return None
 
-    async def _first(self, server: Server) -> str:
+    async def _first(self, server: OpenEnvServer) -> str:
         session, seen = await begin(server, self._reset_data(0, 0))
         await session.close()
         return self._shown(seen)
 
-    async def start(self, problem: int, seed: int) -> tuple[Session, str]:
+    async def start(self, problem: int, seed: int) -> tuple[OpenEnvSession, str]:
         """A session in which the problem's episode has begun."""
         session, seen = await begin(self._server, self._reset_data(problem, seed))
         try:
@@ -132,7 +140,7 @@ class OpenEnv:
             await session.close()
             raise
 
-    async def step(self, world: Session, answer: str) -> tuple[str, Rewards, bool]:
+    async def step(self, world: OpenEnvSession, answer: str) -> tuple[str, Rewards, bool]:
         """Send an answer as an action."""
         try:
             action = self._acted(answer)
@@ -140,7 +148,7 @@ class OpenEnv:
             return f"Error: {error}", _rewards(None, invalid=True), False
         try:
             seen = await world.step(action)
-        except Refused as refused:
+        except ServerRefused as refused:
             if self._tell_errors and refused.code in TOLD:
                 return f"Error: {refused.message}", _rewards(None, invalid=True), False
             hint = " (tell_errors = true tells the model of it instead)" if refused.code in TOLD else ""
@@ -149,7 +157,7 @@ class OpenEnv:
             raise EnvironmentFailed("the episode has ended, and no step of it had a reward")
         return "" if seen.done else self._shown(seen), _rewards(seen.reward, invalid=False), seen.done
 
-    async def close(self, world: Session) -> None:
+    async def close(self, world: OpenEnvSession) -> None:
         """End the session."""
         await world.close()
 
@@ -157,7 +165,7 @@ class OpenEnv:
         derived = derive(self._seed, "openenv", problem) % 2**31
         return {**self._reset, "seed": derived, "episode_id": f"{problem}-{seed}"}
 
-    def _shown(self, seen: Seen) -> str:
+    def _shown(self, seen: Observation) -> str:
         """An observation as text."""
         if self._observation is None:
             return json.dumps(seen.observation, ensure_ascii=False, sort_keys=True)

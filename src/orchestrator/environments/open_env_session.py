@@ -28,7 +28,7 @@ TOLD = "VALIDATION_ERROR", "EXECUTION_ERROR"
 """Codes of errors that an action may be to blame for."""
 
 
-class Refused(EnvironmentFailed):
+class ServerRefused(EnvironmentFailed):
     """The server answers with an error; `code` is the one that it gives."""
 
     def __init__(self, code: str, message: str):
@@ -42,7 +42,7 @@ class Full(EnvironmentFailed):
 
 
 @dataclass(frozen=True)
-class Server:
+class OpenEnvServer:
     """Where sessions are, and how long is waited for them.
 
     url: of the WebSocket. headers: sent when a connection is opened. connect_timeout: seconds for one try to
@@ -58,7 +58,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What the server shows. reward: None if it gives none."""
 
     observation: Mapping[str, Any]
@@ -66,15 +66,15 @@ class Seen:
     done: bool
 
 
-class Session:
+class OpenEnvSession:
     """An episode on a server; it ends with its connection."""
 
-    def __init__(self, connection: "ClientConnection", server: Server):
+    def __init__(self, connection: "ClientConnection", server: OpenEnvServer):
         self._connection, self._server = connection, server
         self.rewarded = False
         """Whether any step has had a reward."""
 
-    async def step(self, action: Mapping[str, Any]) -> Seen:
+    async def step(self, action: Mapping[str, Any]) -> Observation:
         """Act.
 
         Raises:
@@ -85,11 +85,11 @@ class Session:
         self.rewarded = self.rewarded or found.reward is not None
         return found
 
-    async def reset(self, data: Mapping[str, Any]) -> Seen:
+    async def reset(self, data: Mapping[str, Any]) -> Observation:
         """Begin the episode; raises what `step` does."""
         return await self._ask("reset", data)
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Seen:
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Observation:
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -118,7 +118,7 @@ class Session:
                 await self._connection.close()
 
 
-async def begin(server: Server, reset: Mapping[str, Any]) -> tuple[Session, Seen]:
+async def begin(server: OpenEnvServer, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, Observation]:
     """A session whose episode has begun; waits, with growing pauses, until the server has one to give.
 
     Raises:
@@ -148,7 +148,9 @@ class _Later(Exception):
         self.failure = failure
 
 
-async def _try_to_begin(server: Server, reset: Mapping[str, Any]) -> tuple[Session, Seen]:
+async def _try_to_begin(
+    server: OpenEnvServer, reset: Mapping[str, Any]
+) -> tuple[OpenEnvSession, Observation]:
     from websockets.asyncio.client import connect
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
@@ -178,17 +180,17 @@ async def _try_to_begin(server: Server, reset: Mapping[str, Any]) -> tuple[Sessi
             else f" within {server.connect_timeout:g} s (connect_timeout allows more)"
         )
         raise _Later(f"{server.url} can't be connected to{what}") from error
-    session = Session(connection, server)
+    session = OpenEnvSession(connection, server)
     try:
         return session, await session.reset(reset)
     except BaseException as error:
         await session.close()
-        if isinstance(error, Refused) and error.code == "CAPACITY_REACHED":
+        if isinstance(error, ServerRefused) and error.code == "CAPACITY_REACHED":
             raise _Later(f"{server.url} has no free session: {error.message}", Full) from error
         raise
 
 
-def _seen(answer: str | bytes, kind: str) -> Seen:
+def _seen(answer: str | bytes, kind: str) -> Observation:
     """A message of the server's.
 
     Raises:
@@ -199,10 +201,10 @@ def _seen(answer: str | bytes, kind: str) -> Seen:
         message = json.loads(answer)
         data = message["data"]
         if message["type"] == "error":
-            raise Refused(str(data.get("code", "an error")), str(data.get("message", data)))
+            raise ServerRefused(str(data.get("code", "an error")), str(data.get("message", data)))
         observation, reward = data["observation"], data.get("reward")
         if message["type"] == "observation" and isinstance(observation, dict):
-            return Seen(observation, None if reward is None else float(reward), bool(data.get("done")))
+            return Observation(observation, None if reward is None else float(reward), bool(data.get("done")))
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise EnvironmentFailed(f"the server's answer to {kind} is no observation: {shortened(answer)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Taken:
+class CallSeconds:
     """What calls have taken, in seconds.
 
     calls: their number. running: the sum of what they took once they ran. queued: the sum of what they waited
@@ -29,7 +29,7 @@ class CallTimes:
         self._lock = threading.Lock()
         self._at_once = 0
         self._marked = clock()
-        self._taken = Taken()
+        self._taken = CallSeconds()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[Callable[[], None]]:
@@ -48,22 +48,22 @@ class CallTimes:
             now, taken = self._clock(), self._taken
             passed = now - self._marked if self._at_once else 0.0
             self._marked, self._at_once = now, self._at_once + more
-            self._taken = Taken(
+            self._taken = CallSeconds(
                 taken.calls + calls,
                 taken.running + running,
                 taken.queued + queued,
                 taken.under_way + passed,
             )
 
-    def take(self) -> Taken:
+    def take(self) -> CallSeconds:
         """What was taken since the last call; of calls that go on, only the time until now."""
         self._change(0)
         with self._lock:
-            taken, self._taken = self._taken, Taken()
+            taken, self._taken = self._taken, CallSeconds()
         return taken
 
 
-def call_metrics(taken: Iterable[Taken]) -> dict[str, float]:
+def call_metrics(taken: Iterable[CallSeconds]) -> dict[str, float]:
     """Metrics of the calls of all environments, in seconds; none if there were no calls.
 
     Returns:

@@ -14,9 +14,9 @@ from xml.sax.saxutils import escape
 
 from cairn.checkpoint.checksums import join_crcs
 from cairn.remote.client.s3 import CRC_HEADER, S3, LocalError, crc_number, crc_text
-from cairn.remote.client.server_copies import ALGORITHM, Copies
-from cairn.remote.client.upload_body import Content
-from cairn.remote.client.upload_journal import Noted, SentParts
+from cairn.remote.client.server_copies import ALGORITHM, ServerCopies
+from cairn.remote.client.upload_body import UploadBody
+from cairn.remote.client.upload_journal import SentParts, UnfinishedUpload
 from cairn.run.faults import fault_point
 from cairn.run.object_store import Refused, RemoteError, tag
 
@@ -59,7 +59,9 @@ class Multipart:
         concurrent: parts of an object that are sent at once.
     """
 
-    def __init__(self, s3: S3, copies: Copies, has: Callable[[str, Content], str | None], concurrent: int):
+    def __init__(
+        self, s3: S3, copies: ServerCopies, has: Callable[[str, UploadBody], str | None], concurrent: int
+    ):
         self._s3 = s3
         self._copies = copies
         self._has = has
@@ -111,7 +113,7 @@ class Multipart:
         if upload in self._left.get(name, []):
             self._left[name].remove(upload)
 
-    def put(self, name: str, content: Content, notes: SentParts) -> str | None:
+    def put(self, name: str, content: UploadBody, notes: SentParts) -> str | None:
         """Upload an object, and return its ETag; parts that have arrived before are not sent again.
 
         Raises:
@@ -149,7 +151,7 @@ class Multipart:
             return etag
         raise AssertionError
 
-    def _begun(self, name: str, parts: list[_Part], notes: SentParts) -> Noted:
+    def _begun(self, name: str, parts: list[_Part], notes: SentParts) -> UnfinishedUpload:
         """An upload to go on with: the noted one, one that the object store has, or a new one."""
         noted = notes.noted()
         if noted.upload is not None and noted.part_bytes == parts[0].size:
@@ -176,7 +178,7 @@ class Multipart:
         """
         best: tuple[str, dict[int, tuple[str, int]]] | None = None
         for upload in self._left.get(name, []):
-            noted = Noted(upload, parts[0].size, self._listed(name, upload))
+            noted = UnfinishedUpload(upload, parts[0].size, self._listed(name, upload))
             fitting = {part.number: noted.parts[part.number] for part in parts if _arrived(part, noted)}
             if fitting and (best is None or len(fitting) > len(best[1])):
                 best = upload, fitting
@@ -199,7 +201,7 @@ class Multipart:
             query["part-number-marker"] = page.text("NextPartNumberMarker")
 
     def _send(
-        self, name: str, content: Content, notes: SentParts, missing: list[_Part], *, copies: bool
+        self, name: str, content: UploadBody, notes: SentParts, missing: list[_Part], *, copies: bool
     ) -> None:
         """Send parts, several at a time, or copy what the object store has already, and note each."""
         content.on_bytes(content.size - sum(part.size for part in missing))
@@ -215,14 +217,14 @@ class Multipart:
         with ThreadPoolExecutor(self._concurrent) as pool:
             list(pool.map(send, missing))
 
-    def _copy_part(self, name: str, upload: str, part: _Part, content: Content) -> str | None:
+    def _copy_part(self, name: str, upload: str, part: _Part, content: UploadBody) -> str | None:
         """Copy a part from where the object store has its content, and return its ETag; None: send it."""
         place = content.known(content.chunks(part.chunks))
         if place is None:
             return None
         return self._copies.part(name, upload, part.number, place, (part.crc, part.size))
 
-    def _put_part(self, name: str, upload: str, part: _Part, content: Content) -> str:
+    def _put_part(self, name: str, upload: str, part: _Part, content: UploadBody) -> str:
         """Send a part, and return its ETag."""
         for tries_left in reversed(range(TRIES)):
             try:
@@ -243,7 +245,7 @@ class Multipart:
                 raise Refused(f"{self._s3.url}/{name}: the object store names no ETag of a part", "NoETag")
         raise AssertionError
 
-    def _complete(self, name: str, parts: list[_Part], noted: Noted) -> str | None:
+    def _complete(self, name: str, parts: list[_Part], noted: UnfinishedUpload) -> str | None:
         """Make the parts an object, and return its ETag."""
         rows = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(noted.parts[part.number][0])}</ETag>"
@@ -266,7 +268,7 @@ class Multipart:
             self.abort(name, upload)
 
 
-def _parts(content: Content) -> list[_Part]:
+def _parts(content: UploadBody) -> list[_Part]:
     """The parts of a file that is not empty."""
     count = len(content.entry.crc64nvme)
     each = -(-count // MOST_PARTS)
@@ -278,6 +280,6 @@ def _parts(content: Content) -> list[_Part]:
     return parts
 
 
-def _arrived(part: _Part, noted: Noted) -> bool:
+def _arrived(part: _Part, noted: UnfinishedUpload) -> bool:
     """Whether the object store has this part with this content."""
     return part.number in noted.parts and noted.parts[part.number][1] == part.crc

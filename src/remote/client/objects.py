@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.remote.client.listing import Listed, folders, listed
-from cairn.remote.client.upload_body import Content, chunks_of
+from cairn.remote.client.upload_body import UploadBody, chunks_of
 from cairn.remote.client.upload_journal import SentParts
 from cairn.run.files import sync
 from cairn.run.object_store import REQUEST_SECONDS, RETRY_SECONDS, Exists, ObjectReader, TransientError, tag
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cairn.checkpoint.manifest import FileEntry
     from cairn.remote.client.multipart import Multipart, Unfinished
     from cairn.remote.client.s3 import S3
-    from cairn.remote.client.server_copies import Copies
+    from cairn.remote.client.server_copies import ServerCopies
 
 CONCURRENT_PARTS = 8
 PIECE_BYTES = 1 << 20
@@ -62,7 +62,7 @@ class Objects(ObjectReader):
             if self.get(name) != content:  # else the answer to an earlier request was lost
                 raise
 
-    def put_parts(self, name: str, content: Content, notes: SentParts) -> str | None:
+    def put_parts(self, name: str, content: UploadBody, notes: SentParts) -> str | None:
         """Put an object of any size but none, which appears when its last part has arrived.
 
         In S3, parts that have arrived before are not sent again; other stores get the object anew. Returns
@@ -174,15 +174,15 @@ class Objects(ObjectReader):
         assert isinstance(self._store, S3Store), "made for an s3:// URL"
         return S3(self.url, self._store, self._retry_seconds)
 
-    def _within(self, s3: "S3") -> "tuple[Copies, Multipart]":
+    def _within(self, s3: "S3") -> "tuple[ServerCopies, Multipart]":
         """Copies with checksums, and uploads that go on where they ended; obstore has neither."""
         from cairn.remote.client.multipart import Multipart
-        from cairn.remote.client.server_copies import Copies
+        from cairn.remote.client.server_copies import ServerCopies
 
-        copies = Copies(s3)
+        copies = ServerCopies(s3)
         return copies, Multipart(s3, copies, self._has, CONCURRENT_PARTS)
 
-    def _has(self, name: str, content: Content) -> str | None:
+    def _has(self, name: str, content: UploadBody) -> str | None:
         """The ETag of an object if it has this content; it is read in full."""
         found = self.look(name.rpartition("/")[0]).get(name)
         if found is None or found.size != content.size:

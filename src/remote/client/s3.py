@@ -42,7 +42,7 @@ Body = Callable[[], Iterator[memoryview]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class S3Response:
     """An answer of S3: headers, whose names are in small letters, and the body."""
 
     headers: Mapping[str, str]
@@ -121,7 +121,7 @@ class S3:
         headers: Mapping[str, str] | None = None,
         body: bytes | Body = b"",
         size: int = 0,
-    ) -> Answer:
+    ) -> S3Response:
         """Make a request, again if it fails in a way that may pass.
 
         Args:
@@ -187,7 +187,7 @@ class S3:
         headers: dict[str, str],
         body: bytes | Body,
         size: int,
-    ) -> Answer:
+    ) -> S3Response:
         place = self._found()
         path = f"{self._path(place, name)}?{urlencode(sorted(query.items()), quote_via=quote, safe='')}"
         headers["Content-Length"] = str(len(body) if isinstance(body, bytes) else size)
@@ -196,7 +196,7 @@ class S3:
             answer = place.send(method, path, headers, sent)
             content = answer.data
         if answer.status < 300 and b"<Error>" not in content[:200]:  # an error can follow a hasty 200
-            return Answer({name.lower(): value for name, value in answer.headers.items()}, content)
+            return S3Response({name.lower(): value for name, value in answer.headers.items()}, content)
         raise _error(where, answer.status, content)
 
     def _path(self, place: "_Place", name: str | None) -> str:

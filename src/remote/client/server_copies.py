@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.manifest import FileEntry
 from cairn.remote.client.s3 import S3, crc_text
-from cairn.remote.client.upload_body import Chunk, Place, chunks_of
+from cairn.remote.client.upload_body import Chunk, ObjectRange, chunks_of
 from cairn.run.object_store import Refused, tag
 
 ALGORITHM = {"x-amz-checksum-algorithm": "CRC64NVME"}
 """Header of requests that begin what is to have such a checksum."""
 
 
-class Copies:
+class ServerCopies:
     """Copies objects, and ranges of them, below a URL.
 
     A place from which S3 refuses to copy, or tells no checksum of copies, is not asked again.
@@ -33,10 +33,10 @@ class Copies:
         Raises:
             RemoteError: the object store fails.
         """
-        place = Place(self._s3.url, source, 0)
+        place = ObjectRange(self._s3.url, source, 0)
         return tag(self._copy(name, {}, ALGORITHM, place, join_crcs(chunks_of(entry))))
 
-    def part(self, name: str, upload: str, number: int, place: Place, part: Chunk) -> str | None:
+    def part(self, name: str, upload: str, number: int, place: ObjectRange, part: Chunk) -> str | None:
         """Copy a part of an upload from a place, and return its ETag; None: it is to be sent.
 
         Args:
@@ -51,7 +51,7 @@ class Copies:
         return self._copy(name, {"partNumber": number, "uploadId": upload}, asked, place, crc)
 
     def _copy(
-        self, name: str, query: dict[str, str | int], headers: Mapping[str, str], place: Place, crc: int
+        self, name: str, query: dict[str, str | int], headers: Mapping[str, str], place: ObjectRange, crc: int
     ) -> str | None:
         if place.url in self._useless:
             return None

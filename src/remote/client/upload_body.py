@@ -26,7 +26,7 @@ def chunks_of(entry: FileEntry, numbers: range | None = None) -> list[Chunk]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ObjectRange:
     """Where bytes lie: in the object `name` below `url`, from the byte `first` on."""
 
     url: str
@@ -34,7 +34,7 @@ class Place:
     first: int
 
 
-class Content:
+class UploadBody:
     """A file of a step, of which every chunk is compared with the manifest before it is sent.
 
     Args:
@@ -53,7 +53,7 @@ class Content:
         pace: OnBytes = lambda count: None,
         on_bytes: OnBytes = lambda count: None,
         guard: Callable[[], None] = lambda: None,
-        known: Callable[[Sequence[Chunk]], Place | None] = lambda chunks: None,
+        known: Callable[[Sequence[Chunk]], ObjectRange | None] = lambda chunks: None,
     ):
         self.path = path
         self.entry = entry

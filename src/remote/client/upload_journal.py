@@ -17,7 +17,7 @@ SYNC_SECONDS = 5.0
 
 
 @dataclass
-class Noted:
+class UnfinishedUpload:
     """What is known of an unfinished upload of one file.
 
     upload: its id; None if there is none. part_bytes: the size of a part. parts: by number, counted from 1,
@@ -45,7 +45,7 @@ class Sent:
         self._writing = threading.Lock()
         self._synced = time.monotonic()
         self._files: dict[str, str | None] = {}
-        self.uploads: dict[str, Noted] = {}
+        self.uploads: dict[str, UnfinishedUpload] = {}
         """Unfinished uploads by the names of files."""
         title = f"{crc64(memoryview(manifest.to_json())):016x}"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -67,7 +67,7 @@ class Sent:
                 # Completing it again is no error in S3, and would not bring back what was replaced since.
                 self.uploads.pop(row["file"], None)
             elif "upload" in row:
-                self.uploads[row["file"]] = Noted(row["upload"], int(row["part_bytes"]))
+                self.uploads[row["file"]] = UnfinishedUpload(row["upload"], int(row["part_bytes"]))
             elif "part" in row:
                 parts = self.uploads[row["file"]].parts
                 parts[int(row["part"])] = str(row["etag"]), int(row["crc64nvme"], 16)
@@ -109,13 +109,13 @@ class SentParts:
         self._sent = sent
         self._name = name
 
-    def noted(self) -> Noted:
+    def noted(self) -> UnfinishedUpload:
         """What is known of the file's upload."""
-        return self._sent.uploads.get(self._name) or Noted()
+        return self._sent.uploads.get(self._name) or UnfinishedUpload()
 
     def begin(self, upload: str | None, part_bytes: int = 0) -> None:
         """Note that an upload has begun; the earlier one and its parts count no more."""
-        self._sent.uploads[self._name] = Noted(upload, part_bytes)
+        self._sent.uploads[self._name] = UnfinishedUpload(upload, part_bytes)
         self._append({"upload": upload, "part_bytes": part_bytes}, at_once=True)
 
     def add(self, part: int, etag: str, crc: int) -> None:

@@ -6,7 +6,7 @@ that grows. Whoever shows a run asks here, so that the terminal, a command and a
 
 from cairn.run.diagnosis.data import CutSamples, UnlearnedRecords
 from cairn.run.diagnosis.learning import AnswersCutOff, NoSpread, NothingLearned, SummedScores
-from cairn.run.diagnosis.rule import Diagnosis, Finding, Rule, Seen, findings
+from cairn.run.diagnosis.rule import Diagnosis, Finding, Rule, RuleInput, findings
 from cairn.run.diagnosis.work import FailedAnswers, GivenUp, MalformedCalls, NoCalls, OtherPushes, SlowRewards
 
 RULES: tuple[Rule, ...] = (
@@ -25,4 +25,4 @@ RULES: tuple[Rule, ...] = (
 )
 """In the order in which what they find is told."""
 
-__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "Seen", "findings"]
+__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RuleInput", "findings"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cairn.run.diagnosis.rule import Finding, Seen, level_of, percent
+from cairn.run.diagnosis.rule import Finding, RuleInput, level_of, percent
 
 
 class CutSamples:
@@ -15,7 +15,7 @@ class CutSamples:
     records = (0.1, 0.4)
     """The same of the records of a data set, where long documents are usual."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         cut, samples = seen.sum("cut_samples"), seen.sum("samples")
         if not cut or not samples:
             return
@@ -49,7 +49,7 @@ class UnlearnedRecords:
     fewest = 16
     """Samples before a share counts."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         if seen.values("reward/mean"):
             return
         samples, dropped = seen.sum("samples"), seen.sum("dropped_records")

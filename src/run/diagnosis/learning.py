@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cairn.run.diagnosis.rule import Finding, Part, Seen, level_of, percent
+from cairn.run.diagnosis.rule import Finding, MetricGroup, RuleInput, level_of, percent
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 
@@ -16,7 +16,7 @@ class NothingLearned:
     fewest = 4
     """Steps before a share counts."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         judged = [row for row in seen.rows if number(row, "grad_norm") is not None]
         empty = [row for row in judged if number(row, "grad_norm") == 0 and not row.get("skipped_updates")]
         if not empty:
@@ -58,12 +58,12 @@ class NoSpread:
     fewest = 8
     """Groups, of two or more steps, before a share counts; half as many do if none has a spread."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             if found := self._look(seen, part):
                 yield found
 
-    def _look(self, seen: Seen, part: Part) -> Finding | None:
+    def _look(self, seen: RuleInput, part: MetricGroup) -> Finding | None:
         groups, flat = (seen.sum(part.prefix + name) for name in ("groups", "groups/unlearned"))
         steps = len([count for count in seen.values(f"{part.prefix}groups") if count])
         enough = self.fewest / 2 if flat == groups else self.fewest
@@ -82,7 +82,7 @@ class NoSpread:
         return Finding(f"no spread{part.of}", level, what, self._advice(seen, flat / groups, best, worst))
 
     @staticmethod
-    def _advice(seen: Seen, share: float, best: float, worst: float) -> str:
+    def _advice(seen: RuleInput, share: float, best: float, worst: float) -> str:
         samples = seen.setting("orchestrator.samples_per_prompt")
         more = "raise orchestrator.samples_per_prompt" + (f" ({samples} now)" if samples else "")
         functions = seen.setting("orchestrator.environment.args.rewards")
@@ -107,7 +107,7 @@ class AnswersCutOff:
     window = 4
     shares = (0.5, 0.95)
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             share = seen.mean(f"{part.prefix}rollout/cut_off")
             if share is None or len(seen.rows) < 2 or not (level := level_of(share, self.shares)):
@@ -127,7 +127,7 @@ class SummedScores:
     window = 2
     near = 1e-6
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             for row in seen.rows:
                 if names := self._summed(row, f"{part.prefix}reward/"):

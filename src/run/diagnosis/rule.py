@@ -30,7 +30,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RuleInput:
     """What a rule looks at.
 
     rows: of metrics.jsonl, in the order of steps. config: the run's resolved configuration, as config.json
@@ -41,7 +41,7 @@ class Seen:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     place: str = "RUN_DIR"
 
-    def last(self, count: int) -> "Seen":
+    def last(self, count: int) -> "RuleInput":
         """The same of the last rows only."""
         return replace(self, rows=self.rows[-count:])
 
@@ -66,15 +66,15 @@ class Seen:
             found = cast("Mapping[str, Any]", found).get(name) if isinstance(found, Mapping) else None
         return found
 
-    def environments(self) -> "Iterator[Part]":
+    def environments(self) -> "Iterator[MetricGroup]":
         """The metrics of each environment: of several, one after the other; else of the whole run."""
         labels = dict.fromkeys(
             name.split("/")[1] for row in self.rows for name in row if name.startswith(ENVIRONMENT)
         )
         if not labels:
-            yield Part("", "")
+            yield MetricGroup("", "")
         for label in labels:
-            yield Part(f"{ENVIRONMENT}{label}/", f" of environment {label!r}")
+            yield MetricGroup(f"{ENVIRONMENT}{label}/", f" of environment {label!r}")
 
     @property
     def steps(self) -> str:
@@ -86,7 +86,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Part:
+class MetricGroup:
     """Metrics whose names begin with `prefix`; `of`: whose they are, as a sentence goes on."""
 
     prefix: str
@@ -99,7 +99,7 @@ class Rule(Protocol):
     window: int
     """How many of the newest rows it judges while the run goes on; at the end it is shown all."""
 
-    def look(self, seen: Seen) -> Iterable[Finding]:
+    def look(self, seen: RuleInput) -> Iterable[Finding]:
         """What is found in these rows; mostly nothing."""
         ...
 
@@ -118,7 +118,7 @@ def percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %")
 
 
-def findings(rules: Iterable[Rule], seen: Seen) -> list[Finding]:
+def findings(rules: Iterable[Rule], seen: RuleInput) -> list[Finding]:
     """What the rules find in all of the rows."""
     return [finding for rule in rules for finding in rule.look(seen)]
 
@@ -131,7 +131,7 @@ class Diagnosis:
         self._told: dict[str, int] = {}
         """The level at which each was told, by its rule."""
 
-    def news(self, seen: Seen) -> list[Finding]:
+    def news(self, seen: RuleInput) -> list[Finding]:
         """What is to be told now."""
         found: list[Finding] = []
         for rule in self._rules:
@@ -141,6 +141,6 @@ class Diagnosis:
                     found.append(finding)
         return found
 
-    def outcome(self, seen: Seen) -> list[Finding]:
+    def outcome(self, seen: RuleInput) -> list[Finding]:
         """What holds for all the rows, with the numbers of the whole."""
         return findings(self._rules, seen)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cairn.run.diagnosis.rule import Finding, Seen, level_of, percent
+from cairn.run.diagnosis.rule import Finding, RuleInput, level_of, percent
 
 
 class GivenUp:
@@ -14,7 +14,7 @@ class GivenUp:
     fewest = 16
     """Prompts before a share counts."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         failed = seen.sum("groups/failed") - seen.sum("groups/unscored")
         if failed <= 0:
             return
@@ -41,7 +41,7 @@ class FailedAnswers:
     window = 8
     shares = (0.05, 0.25)
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             names = ("rollouts/failed", "rollouts/unscored", "rollouts/all")
             missing, unscored, answers = (seen.sum(part.prefix + name) for name in names)
@@ -63,7 +63,7 @@ class MalformedCalls:
     shares = (0.1, 0.5)
     """Of all calls."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             malformed = seen.mean(f"{part.prefix}rollout/malformed_calls") or 0.0
             called = seen.mean(f"{part.prefix}rollout/tool_calls") or 0.0
@@ -89,7 +89,7 @@ class NoCalls:
     fewest = 4
     """Steps before it is told."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():
             called = seen.values(f"{part.prefix}rollout/tool_calls")
             malformed = seen.sum(f"{part.prefix}rollout/malformed_calls")
@@ -112,8 +112,10 @@ class SlowRewards:
     least = 1.0
     """Seconds a step below which nobody waits."""
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
-        seen = Seen(seen.rows[1:], seen.config, seen.place)  # the first step waits for everything to start
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        seen = RuleInput(
+            seen.rows[1:], seen.config, seen.place
+        )  # the first step waits for everything to start
         steps = len(seen.rows)
         wall = seen.sum("time/wait") + seen.sum("time/step")
         rewards, idle = seen.sum("time/rewards"), seen.sum("time/server_idle")
@@ -140,7 +142,7 @@ class OtherPushes:
 
     window = 4
 
-    def look(self, seen: Seen) -> Iterator[Finding]:
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
         foreign = seen.sum("servers/foreign_weights")
         if foreign:
             yield Finding(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.run.records import cache
 from cairn.run.records.kinds import UNREADABLE, BadRecord, is_compressed, open_plain
-from cairn.run.records.splitting import Rows, read_json, read_row, split, with_numbers
+from cairn.run.records.splitting import CsvRows, read_json, read_row, split, with_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +76,7 @@ class RecordFile:
         self.rows, self.columns = kept
         if self.kind == "rows":
             with open(self._plain, "rb") as file:
-                self._header = Rows(file, str(path))
+                self._header = CsvRows(file, str(path))
             unknown = sorted(self._numbers - {*self._header.header})
             if unknown:
                 columns = ", ".join(self._header.header)

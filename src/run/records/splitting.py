@@ -24,14 +24,14 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _UTF8_MARK = codecs.BOM_UTF8
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Where in a file to look for the next record: behind so many bytes, in this line, counted from 1."""
 
     byte: int = 0
     line: int = 1
 
 
-class Piece(NamedTuple):
+class RawRecord(NamedTuple):
     """A record: its first byte, its bytes, the line that it begins in, and what it holds."""
 
     start: int
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
     value: dict[str, Any]
 
     @property
-    def end(self) -> Place:
+    def end(self) -> FilePosition:
         """Where to look for the next one."""
-        return Place(self.start + len(self.raw), self.line + self.raw.count(b"\n"))
+        return FilePosition(self.start + len(self.raw), self.line + self.raw.count(b"\n"))
 
 
-def split(file: BinaryIO, name: str, kind: str, place: Place | None = None) -> Iterator[Piece]:
+def split(file: BinaryIO, name: str, kind: str, place: FilePosition | None = None) -> Iterator[RawRecord]:
     """The records of a file from a place on, each of which is checked.
 
     Args:
@@ -63,13 +63,13 @@ def split(file: BinaryIO, name: str, kind: str, place: Place | None = None) -> I
         beginning = file.read(4)
         if beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in beginning:
             raise BadRecord(f"{name}, line 1: it is not UTF-8 but UTF-16 or UTF-32; save the file as UTF-8")
-        first = Place(len(_UTF8_MARK) if beginning.startswith(_UTF8_MARK) else 0)
+        first = FilePosition(len(_UTF8_MARK) if beginning.startswith(_UTF8_MARK) else 0)
         yield from _SPLITTERS[kind](file, name, first, place or first)
     except UNREADABLE as error:
         raise BadRecord(f"{name}: can't be read: {error}") from None
 
 
-def _lines(file: BinaryIO, name: str, first: Place, place: Place) -> Iterator[Piece]:
+def _lines(file: BinaryIO, name: str, first: FilePosition, place: FilePosition) -> Iterator[RawRecord]:
     byte, number = place
     file.seek(byte)
     if byte > first.byte:  # the rest of a line
@@ -81,7 +81,7 @@ def _lines(file: BinaryIO, name: str, first: Place, place: Place) -> Iterator[Pi
             if len(line) > RECORD_BYTES:
                 _too_large(name, number)
             before = len(line) - len(line.lstrip(_WHITE))
-            yield Piece(byte + before, raw, number, _object(raw, name, number, before))
+            yield RawRecord(byte + before, raw, number, _object(raw, name, number, before))
         byte, number = byte + len(line), number + 1
 
 
@@ -135,7 +135,7 @@ def _too_large(name: str, line: int) -> NoReturn:
 class _Window:
     """The text of a file from a place on, of which so much is in memory as is looked at together."""
 
-    def __init__(self, file: BinaryIO, name: str, place: Place):
+    def __init__(self, file: BinaryIO, name: str, place: FilePosition):
         self.name = name
         self.text, self.at = "", 0
         self.byte, self.line = place
@@ -190,7 +190,7 @@ class _Window:
         line, before = self._place(self.text[self.at : at].encode() if at is not None else b"")
         raise BadRecord(f"{self.name}, line {line}: it is no JSON: {problem} (column {before + 1})")
 
-    def value(self) -> Piece:
+    def value(self) -> RawRecord:
         """The object that begins here."""
         while True:
             try:
@@ -205,10 +205,10 @@ class _Window:
                 raise BadRecord(f"{self.name}, line {self.line}: {error}") from None
         record = _checked(value, self.name, self.line)
         start, line = self.byte, self.line
-        return Piece(start, self.skip(end), line, record)
+        return RawRecord(start, self.skip(end), line, record)
 
 
-def _values(file: BinaryIO, name: str, first: Place, place: Place) -> Iterator[Piece]:
+def _values(file: BinaryIO, name: str, first: FilePosition, place: FilePosition) -> Iterator[RawRecord]:
     beginning = _Window(file, name, first)
     in_list = beginning.peek() == "["
     if not in_list:
@@ -237,7 +237,7 @@ def _values(file: BinaryIO, name: str, first: Place, place: Place) -> Iterator[P
 # CSV
 
 
-class Rows:
+class CsvRows:
     """How the rows of a CSV file are read.
 
     header: the names of its columns. place: behind the header.
@@ -250,7 +250,7 @@ class Rows:
             BadRecord: there is none, or two columns have the same name.
         """
         beginning = len(_UTF8_MARK) if file.read(3) == _UTF8_MARK else 0
-        reader = _RowReader(file, name, Place(beginning))
+        reader = _RowReader(file, name, FilePosition(beginning))
         found = next(reader.rows(), None)
         if found is None:
             raise BadRecord(f"{name}: it holds no records")
@@ -278,7 +278,7 @@ class Rows:
 class _RowReader:
     """Rows of a file, and the place behind the last."""
 
-    def __init__(self, file: BinaryIO, name: str, place: Place):
+    def __init__(self, file: BinaryIO, name: str, place: FilePosition):
         self.place = place
         self._file, self._name = file, name
         self._raw = bytearray()
@@ -295,7 +295,7 @@ class _RowReader:
             except csv.Error as error:
                 raise BadRecord(f"{self._name}, line {start.line}: it is no CSV: {error}") from None
             raw, self._raw = bytes(self._raw), bytearray()
-            self.place = Place(start.byte + len(raw), start.line + raw.count(b"\n"))
+            self.place = FilePosition(start.byte + len(raw), start.line + raw.count(b"\n"))
             if row is None:
                 return
             if row and raw.strip(_WHITE):
@@ -311,15 +311,15 @@ class _RowReader:
                 _no_utf8(f"{self._name}, line {number}", error.object[error.start], error.start)
 
 
-def _rows(file: BinaryIO, name: str, first: Place, place: Place) -> Iterator[Piece]:
+def _rows(file: BinaryIO, name: str, first: FilePosition, place: FilePosition) -> Iterator[RawRecord]:
     file.seek(0)
-    rows = Rows(file, name)
+    rows = CsvRows(file, name)
     reader = _RowReader(file, name, rows.place if place == first else place)
     for start, raw, line, row in reader.rows():
-        yield Piece(start, raw, line, rows.record(row, line))
+        yield RawRecord(start, raw, line, rows.record(row, line))
 
 
-_SPLITTERS: dict[str, Callable[[BinaryIO, str, Place, Place], Iterator[Piece]]] = {
+_SPLITTERS: dict[str, Callable[[BinaryIO, str, FilePosition, FilePosition], Iterator[RawRecord]]] = {
     "lines": _lines,
     "values": _values,
     "rows": _rows,
@@ -334,7 +334,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return parse_again(raw.decode())
 
 
-def read_row(raw: bytes, rows: Rows, line: int) -> dict[str, Any]:
+def read_row(raw: bytes, rows: CsvRows, line: int) -> dict[str, Any]:
     """The record of a row's bytes."""
     (row,) = csv.reader(io.StringIO(raw.decode(), newline=""), strict=True)
     return rows.record(row, line)

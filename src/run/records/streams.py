@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 
 from cairn.run.records.collection import Record, of_table, unpacked
 from cairn.run.records.kinds import UNREADABLE, BadRecord, kind_of_file, open_plain
-from cairn.run.records.splitting import Place, split, with_numbers
+from cairn.run.records.splitting import FilePosition, split, with_numbers
 
 
 class RecordStream(Protocol):
@@ -70,7 +70,7 @@ class FileStream:
             self._seek_count(before)
             return
         self._file: int = state["file"] if state else 0
-        self._place = Place(*state["place"]) if state and state["place"] else None
+        self._place = FilePosition(*state["place"]) if state and state["place"] else None
         self._records: Iterator[tuple[str, Record]] | None = None
 
     def _seek_count(self, before: int) -> None:

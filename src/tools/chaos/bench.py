@@ -14,10 +14,10 @@ from typing import Any
 from cairn.inference.client import Unauthorized, token_for
 from cairn.run.errors import UsageError
 from cairn.tools.chaos.disasters import mount_small_disk, unmount
-from cairn.tools.chaos.plan import Setting
+from cairn.tools.chaos.plan import ChaosSettings
 from cairn.tools.chaos.proxy import Proxy
 from cairn.tools.chaos.run import scratch
-from cairn.tools.chaos.task import Server, Task
+from cairn.tools.chaos.task import ChaosTask, SharedServer
 
 CONFIGS = "configs/reverse_text"
 SHORT = ["--max-steps", "10", "--ckpt.interval", "3", "--ckpt.keep-last", "2"]
@@ -65,18 +65,18 @@ class Bench:
 
     folder: Path
     command: list[str]
-    tasks: dict[str, Task]
+    tasks: dict[str, ChaosTask]
 
-    def task(self, run: int) -> Task:
+    def task(self, run: int) -> ChaosTask:
         """The task of run number `run`."""
         return self._task("given" if self.command else TURNS[run % len(TURNS)])
 
-    def _task(self, kind: str) -> Task:
+    def _task(self, kind: str) -> ChaosTask:
         if kind not in self.tasks:
             self.tasks[kind] = self._make(kind)
         return self.tasks[kind]
 
-    def _make(self, kind: str) -> Task:
+    def _make(self, kind: str) -> ChaosTask:
         if kind in ALONE:
             return make_task(ALONE[kind])
         if kind == "alone":
@@ -92,7 +92,7 @@ class Bench:
             return replace(usual, command=[*usual.command, *SHARING[kind]], calm=None)
         token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
         command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
-        server = Server(self.folder, command, url, token)
+        server = SharedServer(self.folder, command, url, token)
         return make_task([*RL, "--orchestrator.inference-url", url], server, token)
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ class Bench:
                 task.proxy.close()
 
 
-def with_remote(task: Task) -> Task:
+def with_remote(task: ChaosTask) -> ChaosTask:
     """The same task with remote steps."""
     return replace(task, command=[*task.command, *REMOTE], setting=replace(task.setting, remote=True))
 
 
-def make_task(command: list[str], server: Server | None = None, token: str = "") -> Task:
+def make_task(command: list[str], server: SharedServer | None = None, token: str = "") -> ChaosTask:
     """A task from a command line; a dry run of the command gives the configuration.
 
     Raises:
@@ -127,7 +127,7 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
     rl = command[0] == "rl"
     remote: str | None = config["ckpt"].get("remote")
     ranks = (config["trainer"] if rl else config)["workers"] or 1
-    setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
+    setting = ChaosSettings(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
     reference = command[0] == "dpo" and config["loss"]["type"] in WITH_REFERENCE
     setting = replace(
         setting,
@@ -135,7 +135,7 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
         validated=bool(config.get("validation")),
         reference=reference,
     )
-    task = Task(command, setting, token, server=server, remote=remote)
+    task = ChaosTask(command, setting, token, server=server, remote=remote)
     if not rl:
         return task
     orchestrator = config["orchestrator"]

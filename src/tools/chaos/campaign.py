@@ -17,7 +17,7 @@ from cairn.run.seeds import derive
 from cairn.tools.chaos.bench import Bench
 from cairn.tools.chaos.plan import Disaster, draw
 from cairn.tools.chaos.run import ChaosRun, remove, scratch
-from cairn.tools.chaos.task import Result, Task
+from cairn.tools.chaos.task import ChaosTask, Result
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Campaign:
             self.goodputs.append(goodput)
         self._report(run, task, plan, result, goodput)
 
-    def _calm(self, bench: Bench, task: Task) -> Result:
+    def _calm(self, bench: Bench, task: ChaosTask) -> Result:
         folder = bench.folder / f"calm_{len(list(bench.folder.glob('calm_*')))}"
         result = ChaosRun(task, [], folder, random.Random(0)).go()
         if result.violations:
@@ -116,7 +116,7 @@ class Campaign:
         return result
 
     def _report(
-        self, run: int, task: Task, plan: list[Disaster], result: Result, goodput: float | None
+        self, run: int, task: ChaosTask, plan: list[Disaster], result: Result, goodput: float | None
     ) -> None:
         verdict = "VIOLATED" if result.violations else "kept its promises"
         score = f", goodput {goodput:.2f}" if goodput else ""

@@ -19,7 +19,7 @@ from cairn.run.directory import RunDirectory
 from cairn.tools.chaos.plan import SMALL_FILES, Disaster
 from cairn.tools.chaos.processes import Family, Process, send
 from cairn.tools.chaos.proxy import MOODS, Proxy
-from cairn.tools.chaos.task import Server, Task, Watch
+from cairn.tools.chaos.task import ChaosTask, RunWatch, SharedServer
 
 ROLE_PATIENCE = 5.0
 """Seconds that a disaster waits for its victim to start."""
@@ -32,9 +32,9 @@ RANKS = {"worker": "trainer_rank0", "worker1": "trainer_rank1"}
 class Victim(Protocol):
     """What a disaster needs to know about the run that it strikes."""
 
-    task: Task
+    task: ChaosTask
     family: Family
-    watch: Watch
+    watch: RunWatch
     run: RunDirectory
     path: Path
     chance: random.Random
@@ -190,7 +190,7 @@ class Disasters:
 
     # The server
 
-    def _server(self) -> Server:
+    def _server(self) -> SharedServer:
         server = self.run.task.server
         assert server, "plans for runs without a server of the harness have no such disaster"
         return server

@@ -65,7 +65,7 @@ class Disaster:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ChaosSettings:
     """What a plan depends on: the last step, whether the run is RL, and what may happen to its server."""
 
     last_step: int
@@ -89,7 +89,7 @@ class Setting:
     """Whether the logprobs of a reference are computed once and kept in the run's folder."""
 
 
-def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
+def draw(chance: random.Random, setting: ChaosSettings) -> list[Disaster]:
     """One to three disasters, in the order in which they strike."""
     steps = sorted(chance.randint(1, setting.last_step - 1) for _ in range(chance.randint(1, 3)))
     plan: list[Disaster] = []
@@ -101,7 +101,7 @@ def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
     return plan
 
 
-def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
+def _draw_one(chance: random.Random, setting: ChaosSettings, when: dict) -> Disaster:
     kinds = (
         ["kill"] * 4
         + ["fault"] * 4
@@ -150,7 +150,7 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
     return Disaster(kind, **when)
 
 
-def _draw_fault(chance: random.Random, setting: Setting) -> str:
+def _draw_fault(chance: random.Random, setting: ChaosSettings) -> str:
     """A fault point that such a run reaches, and on which pass it strikes."""
     saves = max(setting.last_step // setting.interval, 1)
     times = {"save": saves, "commit": saves, "retention": max(saves - 2, 1)}

@@ -22,7 +22,7 @@ from cairn.tools.audit import audit
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, remove_folder, unmount
 from cairn.tools.chaos.plan import Disaster
 from cairn.tools.chaos.processes import Family
-from cairn.tools.chaos.task import DEADLINE, Result, Task, Watch
+from cairn.tools.chaos.task import DEADLINE, ChaosTask, Result, RunWatch
 
 PATIENCE = 60.0
 """Seconds that remaining processes have to exit by themselves."""
@@ -38,7 +38,7 @@ MEASURED = ("time/", "run/", "servers/", "weights/")
 class ChaosRun:
     """A task's command from its first start to its end, through all disasters."""
 
-    def __init__(self, task: Task, plan: list[Disaster], folder: Path, chance: random.Random):
+    def __init__(self, task: ChaosTask, plan: list[Disaster], folder: Path, chance: random.Random):
         self.task = task
         self.pending = [disaster for disaster in plan if disaster.kind != "fault"]
         self.faults = [disaster for disaster in plan if disaster.kind == "fault"]
@@ -53,7 +53,7 @@ class ChaosRun:
         self.run = RunDirectory(self.path)
         self.log = folder / "command.log"
         self.result = Result(folder)
-        self.watch = Watch(self.run, self.result)
+        self.watch = RunWatch(self.run, self.result)
         self.once = folder / "faults"
         self.once.mkdir()
         for fault in self.faults:
@@ -332,7 +332,7 @@ def scratch(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
-def remote_of(task: Task, folder: Path) -> RemoteStore | None:
+def remote_of(task: ChaosTask, folder: Path) -> RemoteStore | None:
     """A prefix of its own for the remote steps of a run that has some."""
     if not task.setting.remote:
         return None

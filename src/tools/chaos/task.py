@@ -14,7 +14,7 @@ from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
 from cairn.run.view import RunView
-from cairn.tools.chaos.plan import Disaster, Setting
+from cairn.tools.chaos.plan import ChaosSettings, Disaster
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import Proxy
 
@@ -22,7 +22,7 @@ DEADLINE = 600.0
 """Seconds after which a run, or the start of a server, counts as hung."""
 
 
-class Server:
+class SharedServer:
     """The long-lived server that the harness starts for its runs, and restarts as a user would."""
 
     def __init__(self, folder: Path, command: list[str], url: str, token: str):
@@ -63,7 +63,7 @@ class Server:
 
 
 @dataclass
-class Task:
+class ChaosTask:
     """A command to run repeatedly.
 
     proxy: between run and server, unless the run starts its own server. server: the harness's, if it is used.
@@ -72,10 +72,10 @@ class Task:
     """
 
     command: list[str]
-    setting: Setting
+    setting: ChaosSettings
     token: str = ""
     proxy: Proxy | None = None
-    server: Server | None = None
+    server: SharedServer | None = None
     remote: str | None = None
     calm: "Result | None" = None
     """The result of the undisturbed run."""
@@ -102,7 +102,7 @@ class Result:
     """Number of steps after the newest remote one, for each machine that was lost."""
 
 
-class Watch:
+class RunWatch:
     """Follows a run's steps and checkpoints, and records what must never happen."""
 
     def __init__(self, run: RunDirectory, result: Result):

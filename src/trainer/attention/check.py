@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cairn.run.batches import Sample
 from cairn.trainer.attention.choice import Attention
-from cairn.trainer.attention.kernels import Call
+from cairn.trainer.attention.kernels import KernelCall
 from cairn.trainer.packing import MicroBatch, fill_rows
 
 LENGTHS = ((150, 41), (1, 190))
@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 """Largest error of a result, relative to its norm: several times what rounding to bfloat16 makes."""
 
 
-def kernel_problem(attention: Attention, call: Call, device: torch.device) -> str | None:
+def kernel_problem(attention: Attention, call: KernelCall, device: torch.device) -> str | None:
     """What is wrong with the kernel's results or gradients; None if nothing is.
 
     Changes no random state.
@@ -75,7 +75,7 @@ def kernel_problem(attention: Attention, call: Call, device: torch.device) -> st
 
 
 def _one_by_one(
-    states: dict[str, torch.Tensor], call: Call, window: int | None, micro: MicroBatch
+    states: dict[str, torch.Tensor], call: KernelCall, window: int | None, micro: MicroBatch
 ) -> torch.Tensor:
     """Attention of each sample alone, float32 [rows, tokens, heads, size of values]."""
     shared = call.heads // call.key_heads

@@ -32,7 +32,7 @@ class NotServed(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """What a layer asks of a kernel; two layers that ask the same are one call.
 
     heads, key_heads: of queries, and of keys and values. size, value_size: of the heads of queries and keys,
@@ -50,11 +50,11 @@ class Call:
     has_sinks: bool
 
 
-_calls: set[Call] | None = None
+_calls: set[KernelCall] | None = None
 
 
 @contextmanager
-def noted() -> Iterator[set[Call]]:
+def noted() -> Iterator[set[KernelCall]]:
     """All that layers ask of the kernels meanwhile."""
     global _calls
     _calls = calls = set()
@@ -161,7 +161,7 @@ def by_samples(kernel: Kernel) -> Callable[..., Result]:
         _refuse(softcap=softcap, s_aux=s_aux, position_bias=position_bias)
         if _calls is not None:
             sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-            _calls.add(Call(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))
+            _calls.add(KernelCall(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))
         if sample_bounds is None or longest_sample is None:
             raise NotServed("the model does not hand its layers where samples begin")
         rows, _heads, tokens, size = query.shape
@@ -201,7 +201,7 @@ def by_blocks(
     _refuse(attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, position_bias=position_bias)
     if _calls is not None:
         sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-        _calls.add(Call(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))
+        _calls.add(KernelCall(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))
     if block_masks is None:
         raise NotServed("the model does not hand its layers where samples begin")
     if (sliding_window or 0) not in block_masks:

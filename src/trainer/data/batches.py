@@ -14,7 +14,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.opening import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.sources import SFT, Source
+from cairn.trainer.data.sources import SFT, RecordSource
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class SFTData:
                 self._encoded[one] = made
         return samples
 
-    def _encode(self, label: str, source: Source, numbers: list[int]) -> list[list[Sample]]:
+    def _encode(self, label: str, source: RecordSource, numbers: list[int]) -> list[list[Sample]]:
         """The samples of records; none of one that is left out since it can't be trained on.
 
         Raises:

@@ -19,7 +19,7 @@ from cairn.trainer.data.opening import open_sources
 from cairn.trainer.data.preference_forms import FORMS, Form
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.sources import SFT, Indexed, Record, Source, Use
+from cairn.trainer.data.sources import SFT, Indexed, Record, RecordSource, Use
 
 LEARNED_POSITIONS: Mapping[str, int] = {
     "biogpt": 1024,
@@ -124,7 +124,7 @@ class Looking:
         learn = settings.learn if isinstance(settings, SFTDataConfig) else ["assistant"]
         self._encoder = Encoder(tokenizer, roles=learn, ignored=settings.ignore, rows=limits.rows)
 
-    def look(self, source: Source, seed: int) -> Iterator[str]:
+    def look(self, source: RecordSource, seed: int) -> Iterator[str]:
         """Notices about a data set.
 
         Raises:
@@ -145,7 +145,7 @@ class Looking:
                 yield from self._of_refused(refused, name, len(numbers), there)
         yield from self._in_words(seen, name, there)
 
-    def _answers(self, record: Record, number: int, source: Source) -> Sequence[Record]:
+    def _answers(self, record: Record, number: int, source: RecordSource) -> Sequence[Record]:
         """The records that one is learned as.
 
         Raises:
@@ -157,11 +157,11 @@ class Looking:
             raise RecordRefused(source.where(number), problem)
         return self.use.answers(record)
 
-    def _check(self, answers: Sequence[Record], number: int, source: Source, seen: _Seen) -> None:
+    def _check(self, answers: Sequence[Record], number: int, source: RecordSource, seen: _Seen) -> None:
         for answer in answers:
             self._encoder.check(answer, number, source.where)
 
-    def _encode(self, answers: Sequence[Record], number: int, source: Source, seen: _Seen) -> None:
+    def _encode(self, answers: Sequence[Record], number: int, source: RecordSource, seen: _Seen) -> None:
         samples = [self._encoder.turns([answer], [number], source.where)[0] for answer in answers]
         seen.records += 1
         seen.too_long += any(len(one.token_ids) > self.row_length for own in samples for one in own)
@@ -252,7 +252,7 @@ def _share(part: int, whole: int) -> str:
     return f"{share:.0f} %" if share >= 1 or not part else f"{share:.1g} %"
 
 
-def _drawn(source: Source, count: int, seed: int) -> tuple[list[int], str]:
+def _drawn(source: RecordSource, count: int, seed: int) -> tuple[list[int], str]:
     """Numbers of so many of a data set's records, and of how many they are drawn; of a stream, the first."""
     if not isinstance(source, Indexed):
         return source.first(min(count, ENCODED)), " at its beginning"

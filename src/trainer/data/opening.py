@@ -9,14 +9,14 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.data_sets import BadRecord, identity_of
 from cairn.run.mixture import Mixture
 from cairn.trainer.data import preference_forms
-from cairn.trainer.data.sources import SFT, Indexed, Source, Use
-from cairn.trainer.data.streaming import Stream
+from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
+from cairn.trainer.data.streaming import StreamSource
 
-SOURCES: dict[str, Callable[..., Source]] = {"indexed": Indexed, "stream": Stream}
+SOURCES: dict[str, Callable[..., RecordSource]] = {"indexed": Indexed, "stream": StreamSource}
 """By what `read` of a data set says."""
 
 
-def open_sources(settings: RecordsConfig, seed: int, use: Use = SFT) -> dict[str, Source]:
+def open_sources(settings: RecordsConfig, seed: int, use: Use = SFT) -> dict[str, RecordSource]:
     """The data sets by their labels, in the order of the settings; a single one has no label: "".
 
     Raises:
@@ -33,7 +33,9 @@ def weights_of(settings: RecordsConfig) -> list[float]:
     return [one.weight for one in settings.sets] or [1.0]
 
 
-def identity_of_all(settings: RecordsConfig, sources: dict[str, Source], use: Use = SFT) -> dict[str, Any]:
+def identity_of_all(
+    settings: RecordsConfig, sources: dict[str, RecordSource], use: Use = SFT
+) -> dict[str, Any]:
     """What identifies the data, all records of which are checked where that can be done before training.
 
     Raises:

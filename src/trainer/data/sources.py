@@ -43,7 +43,7 @@ def takes_all(record: Record) -> str | None:
 SFT = Use("sft order", problem_of)
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """A data set's records in the order of training, epoch after epoch, each epoch in an order of its own."""
 
     config: DataSetConfig

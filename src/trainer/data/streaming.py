@@ -12,7 +12,7 @@ CHECKED = 1000
 """Records at the beginning of a stream that are checked, and by which it is known again."""
 
 
-class Stream:
+class StreamSource:
     """A data set that is read in its own order, block by block.
 
     The records of a block are shuffled among each other by the seed and the block's place, so that a resumed

@@ -48,14 +48,14 @@ Samples = Callable[[Sequence[int]], Sequence[Sequence[Sample]]]
 
 
 @dataclass(frozen=True)
-class Origin:
+class ReferenceWeights:
     """The weights of a reference: the Hugging Face directory that they are in, and a digest of its files."""
 
     folder: str
     digest: str
 
     @classmethod
-    def of(cls, folder: Path, group: RankGroup) -> "Origin":
+    def of(cls, folder: Path, group: RankGroup) -> "ReferenceWeights":
         """Of this folder; all ranks call it, and one reads."""
         digest = _digest_of_weights(folder) if group.rank == 0 else ""
         return cls(str(folder.absolute()), group.gather_objects(digest)[0])
@@ -68,7 +68,7 @@ class Origin:
         """
         folder = Path(self.folder)
         there = all(group.gather_objects((folder / "config.json").exists()))
-        if not there or Origin.of(folder, group) != self:
+        if not there or ReferenceWeights.of(folder, group) != self:
             raise UsageError(
                 f"the reference's logprobs of some records have to be computed, and {folder}, which held the "
                 f"weights that the run began with, {'holds others now' if there else 'is gone'}. Put them "
@@ -93,7 +93,7 @@ def _digest_of_weights(folder: Path) -> str:
 def reference_logps(
     place: Path,
     about: Mapping[str, Any],
-    origin: Origin,
+    origin: ReferenceWeights,
     state: TrainerState,
     samples: Samples,
     records: int,
@@ -239,13 +239,13 @@ def _read(path: Path) -> np.ndarray | None:
     return None
 
 
-def kept_origin(recipe: Mapping[str, Any] | None) -> Origin | None:
+def kept_origin(recipe: Mapping[str, Any] | None) -> ReferenceWeights | None:
     """The origin that a checkpoint's recipe names."""
     kept = (recipe or {}).get("reference")
-    return Origin(**kept) if kept else None
+    return ReferenceWeights(**kept) if kept else None
 
 
-def to_recipe(origin: Origin) -> dict[str, str]:
+def to_recipe(origin: ReferenceWeights) -> dict[str, str]:
     """The origin, as recipes have it."""
     return asdict(origin)
 

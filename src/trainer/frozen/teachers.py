@@ -23,7 +23,7 @@ from cairn.trainer.scoring.tokens import Scorer, add_logprobs
 from cairn.trainer.step.critic import TOKEN_REWARDS
 
 
-class Teachers:
+class TeacherModels:
     """The models that score each batch before its first update.
 
     Rewards of tokens are computed from the policy's logprobs at the begin of the step, without gradient:

@@ -17,7 +17,7 @@ from cairn.trainer.packing import BatchCounts
 Importance = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-class Weights(NamedTuple):
+class TokenWeights(NamedTuple):
     """values: float32 [R, N], without gradient. bounded: bool [R, N], where a bound has changed it."""
 
     values: torch.Tensor
@@ -52,7 +52,7 @@ class Correction:
         return self.kind != "off" or self.masks_samples
 
     @torch.no_grad()
-    def weights(self, inputs: LossInputs, difference: torch.Tensor) -> Weights:
+    def weights(self, inputs: LossInputs, difference: torch.Tensor) -> TokenWeights:
         """The weight of each token.
 
         Args:
@@ -63,19 +63,19 @@ class Correction:
         if not self.masks_samples:
             return found
         out = self._left_out(inputs, difference)
-        return Weights(torch.where(out, 0.0, found.values), found.bounded | out)
+        return TokenWeights(torch.where(out, 0.0, found.values), found.bounded | out)
 
-    def _of_kind(self, inputs: LossInputs, difference: torch.Tensor) -> Weights:
+    def _of_kind(self, inputs: LossInputs, difference: torch.Tensor) -> TokenWeights:
         if self.kind == "off":
-            return Weights(torch.ones_like(difference), torch.zeros_like(inputs.mask))
+            return TokenWeights(torch.ones_like(difference), torch.zeros_like(inputs.mask))
         if self.kind.startswith("sequence"):
             ratio = inputs.sum_by_sample(difference)[inputs.sample_of].exp()
         else:
             ratio = difference.exp()
         bounded = (ratio < self.least) | (ratio > self.most)
         if self.kind.endswith("mask"):
-            return Weights(torch.where(bounded, 0.0, ratio), bounded)
-        return Weights(ratio.clamp(self.least, self.most), bounded)
+            return TokenWeights(torch.where(bounded, 0.0, ratio), bounded)
+        return TokenWeights(ratio.clamp(self.least, self.most), bounded)
 
     def _left_out(self, inputs: LossInputs, difference: torch.Tensor) -> torch.Tensor:
         """bool [R, N]: tokens of samples whose geometric mean of ratios is out of bounds."""
@@ -194,7 +194,7 @@ class PolicyLoss(Loss):
             maxima = {"ratio/max": (ratio * mask).max(), "mismatch/logprob_max": gap.max()}
         return LossSums(-(values * mask).sum(), means, maxima)
 
-    def _weights(self, inputs: LossInputs) -> Weights | None:
+    def _weights(self, inputs: LossInputs) -> TokenWeights | None:
         """The weights of what lies between the sampler and the policy that r is relative to."""
         if not self.correction.does_something:
             return None

@@ -33,7 +33,7 @@ from cairn.trainer.packing import MicroBatch
 from cairn.trainer.scoring.self_check import find_rows
 
 
-class Head(nn.Linear):
+class ValueHead(nn.Linear):
     """A number of each hidden state, in float32: bfloat16 would round a value of 1 by up to 0.004."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ValueModel(nn.Module):
         self.add_module(self._prefix, decoder)
         head = causal.get_output_embeddings()
         width = getattr(head, "in_features", None) or causal.config.get_text_config().hidden_size
-        self.add_module(HEAD, Head(width, 1, bias=bias, device="meta", dtype=torch.float32))
+        self.add_module(HEAD, ValueHead(width, 1, bias=bias, device="meta", dtype=torch.float32))
 
     @property
     def decoder(self) -> PreTrainedModel:

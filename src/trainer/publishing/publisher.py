@@ -241,7 +241,7 @@ def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> P
     return Probe(token_ids.tolist(), logprobs.tolist(), max(kinds, key=lambda kind: ROUNDING[kind]))
 
 
-class Sharing(Protocol):
+class GpuTurns(Protocol):
     """When the trainer may use the GPU's memory."""
 
     def may_train(self, step: int) -> bool:
@@ -253,7 +253,7 @@ class Sharing(Protocol):
         ...
 
 
-class Apart:
+class OwnGpu:
     """No server computes on the trainer's GPU."""
 
     def __init__(self, run: RunDirectory, attempt: Attempt):
@@ -267,7 +267,7 @@ class Apart:
         """Nobody needs it: PyTorch keeps it for the next step."""
 
 
-class TakingTurns:
+class SharedGpu:
     """Servers on the same GPU sleep while a step is trained."""
 
     def __init__(self, run: RunDirectory, attempt: Attempt):
@@ -285,6 +285,6 @@ class TakingTurns:
             torch.cuda.empty_cache()
 
 
-def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt) -> Sharing:
+def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt) -> GpuTurns:
     """As the configuration says."""
-    return (TakingTurns if config.colocated else Apart)(run, attempt)
+    return (SharedGpu if config.colocated else OwnGpu)(run, attempt)

@@ -51,7 +51,7 @@ def _differentiate(
     return (gradient / temperature).to(dtype)
 
 
-class Passes:
+class EntropyPasses:
     """`_score` and `_differentiate`; fused: each compiled to as few kernels as torch.compile makes of it."""
 
     def __init__(self, *, fused: bool):
@@ -61,7 +61,7 @@ class Passes:
         )
 
 
-PLAIN = Passes(fused=False)
+PLAIN = EntropyPasses(fused=False)
 
 
 def logprobs_and_entropies(
@@ -85,15 +85,17 @@ def of_logits(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) ->
 
 
 @functools.cache
-def _tried(device: torch.device, vocabulary: int) -> Passes:
+def _tried(device: torch.device, vocabulary: int) -> EntropyPasses:
     """Compiled passes if they can be compiled and compute what `PLAIN` does, else that."""
 
-    def compute(one: Passes, logits: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
+    def compute(one: EntropyPasses, logits: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
         normalisers, logprobs, entropies = one.score(logits, wanted, 0.7)
         columns = (normalisers, entropies, wanted, logprobs, entropies)
         return [normalisers, logprobs, entropies, one.differentiate(logits, *columns, 0.7, torch.float32)]
 
-    return same_results(Passes(fused=True), PLAIN, compute, device, vocabulary, "the passes for entropies")
+    return same_results(
+        EntropyPasses(fused=True), PLAIN, compute, device, vocabulary, "the passes for entropies"
+    )
 
 
 class _InChunks(torch.autograd.Function):
@@ -109,7 +111,7 @@ class _InChunks(torch.autograd.Function):
         temperature: float,
         rows: int,
         head: Head,
-        passes: Passes,
+        passes: EntropyPasses,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (normalisers, logprobs, entropies), kept = scored_in_chunks(
             *(head, hidden, weight, bias, tokens, temperature),
@@ -127,7 +129,7 @@ class _InChunks(torch.autograd.Function):
         ctx: Any, of_logprobs: torch.Tensor, of_entropies: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers, entropies, kept = ctx.saved_tensors
-        passes: Passes = ctx.passes
+        passes: EntropyPasses = ctx.passes
 
         def differentiate(logits: torch.Tensor, dtype: torch.dtype, *columns: torch.Tensor) -> torch.Tensor:
             return passes.differentiate(logits, *columns, ctx.temperature, dtype)

@@ -14,7 +14,7 @@ from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Loss, LossSums
-from cairn.trainer.packing import BatchCounts, Part, RankBatch
+from cairn.trainer.packing import BatchCounts, RankBatch, UpdateBatch
 from cairn.trainer.state import TrainerState
 from cairn.trainer.step.learner import Learner, PolicyLearner
 from cairn.trainer.step.rewinds import NoRewinds, Rewinder
@@ -120,7 +120,7 @@ class Update:
     """One update of a step: number `number` (from 0) of `step`, from a part of its batch."""
 
     state: TrainerState
-    part: Part
+    part: UpdateBatch
     temperature: float
     step: int
     number: int

@@ -2,12 +2,12 @@
 
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.state import Context
-from cairn.trainer.tasks.dpo import DPO, Reward
+from cairn.trainer.tasks.dpo import DPOTask, Reward
 from cairn.trainer.tasks.rl import RL
 from cairn.trainer.tasks.sft import SFT
 from cairn.trainer.tasks.task import Task
 
-TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPO, "reward": Reward, "rl": RL}
+TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPOTask, "reward": Reward, "rl": RL}
 
 
 def task_class(config: TrainerBase) -> type[Task]:

@@ -18,7 +18,7 @@ from cairn.trainer.data.looking import limits_of
 from cairn.trainer.data.opening import Taken
 from cairn.trainer.data.preferences import Numbers, open_preferences
 from cairn.trainer.frozen.reference import (
-    Origin,
+    ReferenceWeights,
     add_reference_point,
     kept_origin,
     reference_logps,
@@ -33,7 +33,7 @@ from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
 
 
-class DPO(Task):
+class DPOTask(Task):
     """Batches are cut from the records on every rank, ahead of time.
 
     For a loss that compares with a reference, that is the model that the run began with.
@@ -103,7 +103,7 @@ class DPO(Task):
                     "compare with. Begin a new run with the merged weights, which are then the reference: "
                     f"--model.name {resume_from} with another --output-dir"
                 )
-            origin = Origin.of(context.model_folder, group)
+            origin = ReferenceWeights.of(context.model_folder, group)
         self._numbers = Numbers(self._data.order)
         sets = identity.get("sets")
         about = {
@@ -168,7 +168,7 @@ def _content(identity: Mapping[str, Any]) -> str:
     return str(identity.get("content") or identity["digest"])
 
 
-class Reward(DPO):
+class Reward(DPOTask):
     """Trains a reward model on pairs.
 
     The reward of an answer is read at its last token. What a micro-batch says is learned is a token behind

@@ -13,13 +13,13 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
-from cairn.trainer.frozen.teachers import Teachers, sums_in
+from cairn.trainer.frozen.teachers import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, make_loss
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.publishing.publisher import Apart, Sharing, VersionPublisher, make_probe, make_sharing
+from cairn.trainer.publishing.publisher import GpuTurns, OwnGpu, VersionPublisher, make_probe, make_sharing
 from cairn.trainer.publishing.transports import TRANSPORTS, Served
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
@@ -44,7 +44,7 @@ class RL(Task):
         self._warmup_steps = config.critic.warmup_steps if config.critic else 0
         self._scorer = state.scorer
         self._group = state.group
-        self._teachers = Teachers(config, state.group, state.scorer, sums_in(context.recipe))
+        self._teachers = TeacherModels(config, state.group, state.scorer, sums_in(context.recipe))
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt)
         self._replay = Replay(run, attempt)
@@ -157,14 +157,14 @@ class ShippedBatches:
         run: RunDirectory,
         attempt: Attempt,
         timeout: float,
-        sharing: Sharing | None = None,
+        sharing: GpuTurns | None = None,
         meanwhile: Callable[[], object] = lambda: None,
     ):
         """Wait `timeout` seconds for each batch, or until `meanwhile`, which is called often, raises."""
         self.run = run
         self.attempt = attempt
         self.timeout = timeout
-        self.sharing = sharing or Apart(run, attempt)
+        self.sharing = sharing or OwnGpu(run, attempt)
         self.meanwhile = meanwhile
 
     def next_batch(self, step: int) -> Batch | None:

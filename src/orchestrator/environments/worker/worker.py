@@ -28,7 +28,7 @@ from worker_values import plain, result_of, results_of, state_of, value_of
 from worker_worlds import Worlds, described_world
 
 
-class Worker:
+class EnvironmentWorker:
     """Answers the orchestrator's requests with the methods of one environment.
 
     Args:
@@ -123,7 +123,7 @@ class Worker:
 
     async def rollout(self, number, problem, seed):
         """The reward of a program that works on a problem."""
-        return result_of(await self.environment.rollout(problem, Model(self, number, seed)))
+        return result_of(await self.environment.rollout(problem, WorkerModel(self, number, seed)))
 
     async def ask(self, number, kind, **what):
         """The orchestrator's answer to a call of a rollout."""
@@ -136,8 +136,8 @@ class Worker:
             self.waiting.pop(call, None)
 
 
-class Model:
-    """What a rollout asks; see `Model` in `cairn.orchestrator.environments`."""
+class WorkerModel:
+    """What a rollout asks; see `WorkerModel` in `cairn.orchestrator.environments`."""
 
     def __init__(self, worker, number, seed):
         self._worker, self._number, self.seed = worker, number, seed
@@ -288,7 +288,7 @@ def main():
         os._exit(1)
     send({"type": "hello", **about})
     loop = asyncio.new_event_loop()
-    worker = Worker(environment, first["threads"], send)
+    worker = EnvironmentWorker(environment, first["threads"], send)
 
     def read():
         for line in requests:
