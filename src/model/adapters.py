@@ -308,7 +308,6 @@ class Merged:
     added_from: int = 0
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         if self.source.spec.dtype == self.spec.dtype:
             self.source.fill(self.skipped + first, into)
         else:
@@ -333,11 +332,9 @@ class Residual:
 
     @property
     def spec(self) -> TensorSpec:
-        """The source's."""
         return self.source.spec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         of = math.prod(self.spec.shape)
         with whole_storage(self, None, self._computed, taken=len(into), of=of) as values:
             into.copy_(values[first : first + len(into)])

@@ -45,7 +45,6 @@ class ByEnvironment:
         """Of each environment."""
 
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
-        """As in `Answering`."""
         return await self._answering[group.environment].complete(group)
 
 

@@ -27,7 +27,6 @@ class Learn:
     """They are learned from like all others."""
 
     def compared(self, group: AnswerGroup) -> AnswerGroup:
-        """As it is."""
         return group
 
     def masks(self, rollout: Rollout) -> bool:

@@ -32,7 +32,6 @@ class ProgramModel:
         stop_token_ids: Sequence[int] = (),
         stop: str | Sequence[str] = (),
     ) -> Reply:
-        """As in `Model`."""
         if isinstance(messages, str | Mapping):
             raise TypeError(
                 'messages must be a list of messages such as [{"role": "user", "content": "..."}], and is '
@@ -46,13 +45,11 @@ class ProgramModel:
     async def count_tokens(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
-        """As in `Model`."""
         return await on_loop(self._loop, self._run.count_tokens(list(messages), tools))
 
     async def once(
         self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
     ) -> Any:
-        """As in `Model`."""
         name = writable(name)
         number = self._run.begin()
         if known := self._run.known_call(number, name):
@@ -63,18 +60,15 @@ class ProgramModel:
         return json.loads(result)
 
     async def each_time(self, call: Callable[[], Any]) -> Any:
-        """As in `Model`."""
         found = await self._result(call)
         self._loop.call_soon_threadsafe(self._run.go_on)
         return found
 
     async def skip_to(self, name: str) -> Any:
-        """As in `Model`."""
         found = await on_loop(self._loop, self._run.skip_to(writable(name)))
         return found and json.loads(found.result)
 
     def pause(self) -> Callable[[], None]:
-        """As in `Model`."""
         self._loop.call_soon_threadsafe(self._run.stand_still)
 
         def go_on() -> None:
@@ -83,7 +77,6 @@ class ProgramModel:
         return go_on
 
     async def snapshot(self) -> Snapshot | None:
-        """As in `Model`."""
         return await on_loop(self._loop, self._run.newest_snapshot())
 
     async def _result(self, call: Callable[[], Any], number: int | None = None) -> Any:

@@ -112,7 +112,6 @@ class RunTracker:
             self.wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
     def close(self) -> None:
-        """Finish what is still on its way."""
         if self.wandb:
             self.wandb.finish()
             self.wandb = None

@@ -26,7 +26,6 @@ class TensorSection:
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         self.source.fill(self.first + first, into)
 
 
@@ -54,7 +53,6 @@ class Joined:
         return cls(runs, TensorSpec(name, whole[0].spec.dtype, shape))
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         number = bisect.bisect_right(self._starts, first) - 1
         done = 0
         while done < len(into):
@@ -88,11 +86,9 @@ class RotaryRows:
 
     @property
     def spec(self) -> TensorSpec:
-        """The source's."""
         return self.source.spec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         import torch
 
         shape = self.spec.shape

@@ -97,7 +97,6 @@ class _Watched:
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         dtype = dtype_of(self.tensor)
         piece = ReadRange(self.tensor.path, self.tensor.offset + first * dtype.itemsize, dtype, into)
         self.step.count(read_pieces([piece]))

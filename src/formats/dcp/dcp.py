@@ -72,7 +72,6 @@ class PrimeRl(Dcp):
         return (step_in(source) / "trainer" / FILE_NAME).is_file()
 
     def place(self, folder: Path, step: int) -> Path:
-        """See `Dcp.place`."""
         return folder / f"step_{step}" / "trainer"
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
@@ -92,7 +91,6 @@ class Torchtitan(Dcp):
         return step.absolute().name.startswith("step-") and (step / FILE_NAME).is_file()
 
     def place(self, folder: Path, step: int) -> Path:
-        """See `Dcp.place`."""
         return folder / f"step-{step}"
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:

@@ -184,7 +184,6 @@ class ChecksummedTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """The source's."""
         return self.source.spec
 
     def fill(self, first: int, into: torch.Tensor) -> None:

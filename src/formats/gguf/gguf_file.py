@@ -65,7 +65,6 @@ class Quantized:
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         import torch
 
         begin = first // BLOCK

@@ -35,7 +35,6 @@ class Shifted:
         return TensorSpec(self.source.spec.name, "F32", self.source.spec.shape)
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `TensorSource.fill`."""
         import torch
 
         from cairn.checkpoint.tensors.sharded_files import dtype_of

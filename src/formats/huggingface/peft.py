@@ -90,7 +90,6 @@ class _Alone:
     """Reads an adapter as it is."""
 
     def detect(self, source: Path) -> bool:
-        """See `Format.detect`."""
         return (source / ADAPTER_CONFIG).is_file()
 
     def read(self, source: Path, model: Path | None = None) -> Content:

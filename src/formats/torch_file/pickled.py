@@ -29,7 +29,6 @@ class HeldTensor:
     spec: TensorSpec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `TensorSource.fill`."""
         into.copy_(self.tensor.detach().reshape(-1)[first : first + len(into)])
 
 
@@ -58,11 +57,9 @@ class Strided:
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor's."""
         return self.saved.spec
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """See `TensorSource.fill`."""
         values, shape = self.saved.values, self.spec.shape
         inner = math.prod(shape[1:])
         low, high = first // inner, -(-(first + len(into)) // inner)

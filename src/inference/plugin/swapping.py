@@ -30,17 +30,14 @@ class Swapping(Updates):
         self._alone = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
 
     async def version(self) -> str:
-        """See `Updates`."""
         return await self._engine.get_weight_version()
 
     @property
     def adapter(self) -> None:
-        """See `Updates`."""
         return None
 
     @property
     def must_name(self) -> None:
-        """See `Updates`."""
         return None
 
     async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:

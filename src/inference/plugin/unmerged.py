@@ -56,18 +56,15 @@ class Unmerged(Updates):
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def version(self) -> str:
-        """See `Updates`."""
         own = await self._engine.get_weight_version()  # which shows that the engine is alive
         return self._loaded[-1].version if self._loaded else own
 
     @property
     def adapter(self) -> str | None:
-        """See `Updates`."""
         return self._loaded[-1].name if self._loaded else None
 
     @property
     def must_name(self) -> Collection[str] | None:
-        """See `Updates`."""
         on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
         return [loaded.name for loaded in self._loaded] if on_cpu and self._loaded else None
 

@@ -241,7 +241,6 @@ class AwaitedCalls(Calls):
         about: str = "",
         begins: Callable[[], None] = _nothing,
     ) -> Any:
-        """As in `Calls`."""
         async with self.free:
             begins()
             try:

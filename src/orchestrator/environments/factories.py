@@ -72,7 +72,6 @@ class FactoryPrograms(ToolPrograms):
     """Runs the loop of answers and calls with an object of its own for each rollout."""
 
     async def rollout(self, problem: int, model: Model) -> Rewards:
-        """As in `ToolPrograms`."""
         episode = _Episode(self, problem, model)
         messages = list(await episode.once("reset", episode.reset))  # a copy: turns are appended to it
         reward = functools.partial(episode.reward, len(messages))

@@ -40,7 +40,6 @@ class Unscored(EnvironmentFailed):
         self._message = message
 
     def of(self, whose: str) -> EnvironmentFailed:
-        """As in `EnvironmentFailed`."""
         return Unscored(f"{whose}: {self._message}")
 
 

@@ -135,7 +135,6 @@ class Indexed:
         return list(self.records.read([number // self.units for number in numbers]))
 
     def first(self, count: int) -> list[int]:
-        """Numbers of the records that a fresh run begins with."""
         return [self._number(place) for place in range(min(count, len(self)))]
 
     def where(self, number: int) -> str:
@@ -143,7 +142,6 @@ class Indexed:
         return self.records.where(number // self.units)
 
     def epoch(self, taken: int) -> float:
-        """How many epochs the first `taken` records are."""
         return taken / len(self)
 
     def state(self) -> None:

@@ -21,7 +21,6 @@ class BradleyTerry(PairLoss):
         self.center = center
 
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        """See `PairLoss.of_pairs`."""
         one, other = self.reward(chosen), self.reward(rejected)
         return self.center * (one + other) ** 2 - logsigmoid(one - other)
 

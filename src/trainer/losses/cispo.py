@@ -19,7 +19,6 @@ class Cispo(PolicyLoss):
         self.ratio_max = ratio_max
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         weight = terms.ratio.detach()
         values = weight.clamp(max=self.ratio_max) * terms.advantages * terms.logprobs
         return Objective(values, torch.zeros_like(weight, dtype=torch.bool), weight > self.ratio_max)

@@ -17,7 +17,6 @@ class DPO(PairLoss):
         self.label_smoothing = label_smoothing
 
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        """See `PairLoss.of_pairs`."""
         margin = self.beta * (chosen.ratio - rejected.ratio)
         wrong = self.label_smoothing
         return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)

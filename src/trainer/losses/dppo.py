@@ -28,7 +28,6 @@ class Dppo(PolicyLoss):
         self.delta_high = delta_high
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         now, before = terms.logprobs.detach().exp(), terms.reference.exp()
         distance = (now - before).abs() if self.divergence == "tv" else _binary_kl(before, now)
         is_good = terms.advantages > 0

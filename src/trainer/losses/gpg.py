@@ -21,6 +21,5 @@ class Gpg(PolicyLoss):
         super().__init__(**settings)
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         none = torch.zeros_like(terms.logprobs, dtype=torch.bool)
         return Objective(terms.advantages * terms.logprobs, none, none)

@@ -26,7 +26,6 @@ class Gspo(PPOClip):
         super().__init__(clip_low, clip_high, dual_clip, **settings)
 
     def ratio(self, inputs: LossInputs, of_tokens: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
-        """See `PolicyLoss.ratio`."""
         constant = logarithms.detach()
         mean = inputs.sum_by_sample(constant) / inputs.lengths.clamp(min=1)
         ratio = (mean[inputs.sample_of] + (logarithms - constant)).exp()

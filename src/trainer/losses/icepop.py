@@ -20,7 +20,6 @@ class IcePop(PolicyLoss):
         self.ratio_max = ratio_max
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         weight = terms.ratio.detach()
         low, high = weight < self.ratio_min, weight > self.ratio_max
         return Objective(torch.where(low | high, 0.0, weight * terms.advantages * terms.logprobs), low, high)

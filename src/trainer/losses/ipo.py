@@ -15,7 +15,6 @@ class IPO(PairLoss):
         self.beta = beta
 
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        """See `PairLoss.of_pairs`."""
         difference = chosen.ratio / chosen.lengths - rejected.ratio / rejected.lengths
         return (difference - 1 / (2 * self.beta)) ** 2
 

@@ -18,7 +18,6 @@ class KTO(ExampleLoss):
         self.undesirable_weight = undesirable_weight
 
     def of_examples(self, answers: Answers, desirable: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-        """See `ExampleLoss.of_examples`."""
         above = answers.ratio - point
         better = torch.where(desirable, above, -above)
         weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)

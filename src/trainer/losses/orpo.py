@@ -22,7 +22,6 @@ class ORPO(PairLoss):
         self.beta = beta
 
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        """See `PairLoss.of_pairs`."""
         return -chosen.mean - self.beta * logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
 
     def reward(self, answers: Answers) -> torch.Tensor:

@@ -24,7 +24,6 @@ class PPOClip(PolicyLoss):
         self.dual_clip = dual_clip
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         ratio, advantages = terms.ratio, terms.advantages
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         values = torch.minimum(ratio * advantages, clipped * advantages)

@@ -21,7 +21,6 @@ class Sapo(PolicyLoss):
         self.tau_neg = tau_neg
 
     def objective(self, terms: Terms) -> Objective:
-        """See `PolicyLoss.objective`."""
         tau = torch.where(terms.advantages > 0, self.tau_pos, self.tau_neg)
         values = torch.sigmoid(tau * (terms.ratio - 1)) * (4 / tau) * terms.advantages
         none = torch.zeros_like(values, dtype=torch.bool)

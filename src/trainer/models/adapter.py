@@ -124,7 +124,6 @@ class Adapter(Trained):
         return {f"{BASE}/{name}": file for name, file in {**others, **weights}.items()}
 
     def constant(self) -> Collection[str]:
-        """None."""
         return ()
 
     def beside(self) -> Mapping[str, bytes]:

@@ -134,15 +134,12 @@ class NoCheckpoints:
         """None is in progress."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Nothing."""
         return {}
 
     def check(self) -> list[Saved]:
-        """None."""
         return []
 
     def finish(self) -> list[Saved]:
-        """None."""
         return []
 
     def abandon(self) -> None:
@@ -230,28 +227,23 @@ class TrainerCheckpoints:
         self.before_update = self._saver.before_update
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether to save after `step`; `last` if it must be saved in any case."""
         interval = self._ckpt.interval
         return last or (interval is not None and step % interval == 0)
 
     def overdue(self) -> bool:
-        """Whether the last save was too long ago, by this rank's clock."""
         minutes = self._ckpt.interval_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def others_saved(self, step: int) -> bool:
-        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
         here = all(self.store.has_part(step, part, self.attempt.id) for part in self._others)
         return not self.state.group.any_of(not here)[0]
 
     def in_time(self, step: int) -> bool:
-        """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
         group = self.state.group
         late = group.rank == 0 and not self._times.allow(step, saving=self._saver.saving)
         return not group.any_of(late)[0]
 
     def prepare(self) -> None:
-        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
         if self._ckpt.interval or self._ckpt.interval_minutes:
             self._saver.prepare(self._tensors())
 
@@ -297,14 +289,12 @@ class TrainerCheckpoints:
         return saved
 
     def finish(self) -> list[Saved]:
-        """Wait for the last save, and end; the saves completed since the last `check`."""
         self._saver.finish()
         saved = self.check()
         self._saver.close()
         return saved
 
     def abandon(self) -> None:
-        """End, and give up a save that is under way."""
         self._saver.abandon()
 
     def _staging_memory(self, wanted: int) -> int:

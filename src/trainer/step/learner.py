@@ -63,7 +63,6 @@ class PolicyLearner(Learner):
         self._loss = loss
 
     def normaliser(self, counts: BatchCounts) -> float:
-        """The loss's."""
         return self._loss.normaliser(counts)
 
     def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
