@@ -19,8 +19,8 @@ from cairn.evaluate.eval_server import GivenServers, OwnServer, Servers
 from cairn.evaluate.policies import Policy, policies_of
 from cairn.evaluate.results import EvalFolder
 from cairn.inference.build import serves_on_gpus
+from cairn.inference.pool.server_list import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
-from cairn.inference.pool.settings import PoolSettings
 from cairn.inference.server import AddressUnusable, ServerFailed
 from cairn.launch.plan.device_defaults import settle
 from cairn.orchestrator.chat import ChatFormat

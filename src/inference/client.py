@@ -18,7 +18,6 @@ import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
 from cairn.inference.answers import check_answered_by, generation_spans, naming, read_generation
-from cairn.inference.backoff import Backoff
 from cairn.policy.errors import (
     RequestRefused,
     ServerAsleep,
@@ -29,6 +28,26 @@ from cairn.policy.errors import (
 )
 from cairn.policy.generation import Generation, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError
+
+FIRST = 0.05
+LONGEST = 2.0
+"""Seconds."""
+
+
+class Backoff:
+    """The pause before the next try: none at first, then twice the one before, up to LONGEST."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def grow(self) -> None:
+        """Another try is made."""
+        self.seconds = min(max(FIRST, 2 * self.seconds), LONGEST)
+
+    def reset(self) -> None:
+        """A try has succeeded."""
+        self.seconds = 0.0
+
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
 EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"

@@ -13,8 +13,7 @@ import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
 from cairn.config.teachers import WithTeachers, is_served
-from cairn.inference.backoff import Backoff
-from cairn.inference.client import BUSY
+from cairn.inference.client import BUSY, Backoff
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import UsageError
 

@@ -26,7 +26,6 @@ from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.build import serves_on_gpus
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
-from cairn.inference.signs import ServerSigns
 from cairn.inference.vllm_command import command
 from cairn.run import heartbeat
 from cairn.run.addresses import is_loopback
@@ -34,6 +33,29 @@ from cairn.run.errors import UsageError
 from cairn.run.output import outlive_terminal
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import Patience
+
+
+class ServerSigns:
+    """Notes a server's progress in the heartbeat of this process."""
+
+    def __init__(self) -> None:
+        self._update: tuple[str, float] | None = None
+
+    def note(self, status: dict[str, Any] | None) -> None:
+        """Take the server's answer; None: it has not answered.
+
+        A server that answers serves. During an update of its weights its engine says nothing for as long as
+        the weights are large, so only the beginning of the update counts as progress.
+        """
+        if status is None:
+            return
+        before, update = self._update, status.get("updating")
+        self._update = update and (update["version"], update["seconds"])
+        if self._update is None:
+            heartbeat.doing("serving")
+        elif before is None or before[0] != self._update[0] or before[1] > self._update[1]:
+            heartbeat.doing(f"taking the weights {self._update[0]}", lengthy=True)
+
 
 GRACE = 5.0
 """Seconds that a server has to stop by itself before it is killed."""

@@ -106,8 +106,8 @@ def run_orchestrator(
     """
     turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop", TOKENIZERS)
     with importing():
+        from cairn.inference.pool.server_list import PoolSettings
         from cairn.inference.pool.server_pool import ServerPool
-        from cairn.inference.pool.settings import PoolSettings
         from cairn.inference.prompt_scores import scores_of
         from cairn.orchestrator.loop import SERVING, Orchestrator
 

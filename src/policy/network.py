@@ -23,13 +23,12 @@ Every wait for the other side has a limit, within which something must arrive: A
 PATIENCE seconds for a message.
 """
 
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from cairn.policy.rendezvous import address_towards
 
 PATIENCE = timedelta(seconds=60)
 """Timeout of each message between rank and server, and of making their connection."""
@@ -55,3 +54,35 @@ def join_pair(
 def messages(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """Flat values, cut into messages; both sides must cut alike."""
     return iter(flat.split(MESSAGE_BYTES // flat.element_size()))
+
+
+def host_store(host: str, port: int = 0, world_size: int | None = None) -> dist.TCPStore:
+    """Host a store on `host`, on a free port unless one is given; PyTorch's own would listen on every
+    network.
+
+    With `world_size`, it waits for that many clients.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family)
+    port = listening.getsockname()[1]
+    wait = world_size is not None
+    return dist.TCPStore(
+        host, port, world_size, is_master=True, wait_for_workers=wait, master_listen_fd=listening.detach()
+    )
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the network towards `host`, which is `host` itself if it is this machine's.
+
+    Sends nothing.
+
+    Raises:
+        OSError: the name is unknown, or there is no way towards it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            probe.connect((host, 9))
+        return probe.getsockname()[0]

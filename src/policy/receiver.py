@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.policy.checksums import merged
+from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
-from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.source import Rank, Source
 
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from cairn.checkpoint.saving.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.placement import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
-from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, join_pair, messages
-from cairn.policy.rendezvous import host_store
+from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, host_store, join_pair, messages
 from cairn.policy.source import Rank, Source
 
 logger = logging.getLogger(__name__)

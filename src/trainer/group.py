@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cairn.policy.rendezvous import address_towards, host_store
+from cairn.policy.network import address_towards, host_store
 
 # torch.distributed exports no stores.
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false

@@ -26,9 +26,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
-from cairn.inference.plugin.guard import MAX_BODY
-from cairn.inference.server import Server
-from cairn.inference.signs import ServerSigns
+from cairn.inference.plugin.auth import MAX_BODY
+from cairn.inference.server import Server, ServerSigns
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.stopping import StopWatch
 from cairn.policy.checksums import checksum, write_checksums

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cairn.inference.plugin.held import FIRST_UPDATES, SHARES, HeldWeights
+from cairn.inference.plugin.weight_checks import FIRST_UPDATES, SHARES, HeldWeights
 from cairn.policy.checksums import checksum
-from cairn.policy.refusals import NotHeld
+from cairn.policy.errors import NotHeld
 
 
 class Loaded:

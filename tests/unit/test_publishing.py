@@ -23,7 +23,7 @@ from cairn.checkpoint.saving.host_staging import HostCopies
 from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.policy.checksums import checksum, read_checksums
-from cairn.policy.rendezvous import host_store
+from cairn.policy.network import host_store
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import Probe, read_probe

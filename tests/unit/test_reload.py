@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from cairn.inference.plugin.loading import load_weights
-from cairn.inference.plugin.updatable import check_updatable
-from cairn.policy.refusals import Unfit
+from cairn.inference.plugin.reload_support import check_updatable
+from cairn.policy.errors import Unfit
 
 CONFIG: Any = SimpleNamespace(quantization="fp8_per_tensor", dtype=torch.float32)
 

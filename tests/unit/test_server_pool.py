@@ -23,9 +23,8 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
-from cairn.inference.pool.server_list import parse_urls
+from cairn.inference.pool.server_list import PoolSettings, parse_urls
 from cairn.inference.pool.server_pool import ServerPool
-from cairn.inference.pool.settings import PoolSettings
 from cairn.launch.plan.external_servers import check_bases, gpus_of_servers, with_servers
 from cairn.orchestrator.disagreement import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused

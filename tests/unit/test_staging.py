@@ -22,7 +22,7 @@ from cairn.inference.plugin.weights import PLAN, _begun, _prepared
 from cairn.model.adapters import Base
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.policy.checksums import checksum, write_checksums
-from cairn.policy.refusals import Altered, NotThere
+from cairn.policy.errors import Altered, NotThere
 from cairn.policy.sender import WeightSender
 
 Tensors = dict[str, torch.Tensor]

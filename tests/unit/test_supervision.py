@@ -49,7 +49,7 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
 LIVES = """
 import json, sys, threading, time
 from pathlib import Path
-from cairn.inference.signs import ServerSigns
+from cairn.inference.server import ServerSigns
 from cairn.run import heartbeat
 from cairn.run.waiting import wait_for
 signs = ServerSigns()

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from cairn.checkpoint.saving.host_staging import HostCopies
 from cairn.checkpoint.tensors.placement import Section, share_of
 from cairn.policy.checksums import checksum
-from cairn.policy.network import PATIENCE
+from cairn.policy.errors import Gone, NotThere
+from cairn.policy.network import PATIENCE, address_towards
 from cairn.policy.receiver import WeightReceiver
-from cairn.policy.refusals import Gone, NotThere
-from cairn.policy.rendezvous import address_towards
 from cairn.policy.sender import WeightSender
 from cairn.policy.source import Source
 

@@ -24,15 +24,13 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
 from cairn.inference.plugin.adapter_modules import AdapterModules
-from cairn.inference.plugin.named_only import NamedOnly
-from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
-from cairn.inference.plugin.unmerged import Unmerged
+from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, OpenRequests, Unmerged
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.server import Server
 from cairn.model.adapters import PREFIX, Base
 from cairn.policy.checksums import checksum, write_checksums
-from cairn.policy.refusals import Altered
+from cairn.policy.errors import Altered
 
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
 SHAPE = {"rank": 2, "alpha": 4, "rslora": False}

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 )
 
 from cairn.inference.log_reason import reason
-from cairn.inference.plugin.updatable import check_updatable
+from cairn.inference.plugin.reload_support import check_updatable
 
 
 def bare(kind: type, **attributes: Any) -> Any:

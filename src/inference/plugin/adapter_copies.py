@@ -25,7 +25,7 @@ from cairn.inference.plugin.weight_files import UnusableWeights, identities, loo
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
 from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums
-from cairn.policy.refusals import Altered
+from cairn.policy.errors import Altered
 from cairn.run.files import DamagedFile
 
 HELD = "held"

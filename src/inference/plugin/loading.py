@@ -36,10 +36,10 @@ from vllm.platforms import current_platform
 
 from cairn.checkpoint.tensors.layout import tensor_files
 from cairn.inference.log_reason import MODEL_REFUSED
-from cairn.inference.plugin.held import held_by
+from cairn.inference.plugin.weight_checks import held_by
 from cairn.inference.plugin.weight_files import WORKERS
 from cairn.policy.checksums import checksum
-from cairn.policy.refusals import Unfit
+from cairn.policy.errors import Unfit
 
 logger = init_logger("vllm.cairn")
 

@@ -18,7 +18,7 @@ from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.model.adapters import Base, base_of_adapter, merged_weights
 from cairn.model.hub_layout import Layout
 from cairn.policy.checksums import checksum, read_checksums
-from cairn.policy.refusals import Altered
+from cairn.policy.errors import Altered
 
 
 class Merging:

@@ -24,13 +24,11 @@ from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.adapter_copies import AdapterCopies
-from cairn.inference.plugin.guard import Guard, failure
-from cairn.inference.plugin.named_only import NamedOnly
-from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
+from cairn.inference.plugin.auth import Guard, failure
+from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, OpenRequests, Unmerged
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
-from cairn.inference.plugin.swapping import Swapping
-from cairn.inference.plugin.unmerged import Unmerged
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
+from cairn.inference.plugin.weight_swap import Swapping
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:

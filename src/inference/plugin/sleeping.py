@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.logger import init_logger
 
 from cairn.inference.client import ASLEEP
-from cairn.inference.plugin.guard import failure
+from cairn.inference.plugin.auth import failure
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -22,10 +22,10 @@ from vllm.config import ModelConfig
 
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.layout import find_tensors
-from cairn.inference.plugin.offered import NotFinite, Offer, Offers, Tensors
+from cairn.inference.plugin.policy_source import NotFinite, Offer, Offers, Tensors
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter
-from cairn.policy.refusals import Altered, NotHeld, NotThere, Unchanged
+from cairn.policy.errors import Altered, NotHeld, NotThere, Unchanged
 from cairn.run.machine import available_memory
 
 LARGE = 1 << 22

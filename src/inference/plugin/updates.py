@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, Field
 
 from cairn.inference.plugin.weight_files import UnusableWeights
-from cairn.policy.refusals import Altered, Gone, NotThere, Unchanged
+from cairn.policy.errors import Altered, Gone, NotThere, Unchanged
 
 CODES = {UnusableWeights.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
 """Status codes for weights that were not loaded, by the mark of the reason."""

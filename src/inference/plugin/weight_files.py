@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.layout import tensor_files
-from cairn.inference.plugin.expected import ExpectedLayout
+from cairn.inference.plugin.expected_layout import ExpectedLayout
 from cairn.policy.checksums import WORD, contribution, read_checksums, words, wrapped
-from cairn.policy.refusals import Altered, Unchanged
+from cairn.policy.errors import Altered, Unchanged
 from cairn.run.files import DamagedFile
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -26,11 +26,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
-from cairn.inference.plugin.offered import NotFinite, Offers, Tensors
+from cairn.inference.plugin.policy_source import NotFinite, Offers, Tensors
+from cairn.inference.plugin.reload_support import check_updatable
 from cairn.inference.plugin.staging import Plan
-from cairn.inference.plugin.updatable import check_updatable
 from cairn.inference.plugin.weight_files import UnusableWeights, identities
-from cairn.policy.refusals import NotHeld, NotThere, Unchanged
+from cairn.policy.errors import NotHeld, NotThere, Unchanged
 from cairn.run.signals import stay_deaf
 
 logger = init_logger("vllm.cairn")

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.inference.backoff import Backoff
-from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.inference.client import Backoff, InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation, ServedAdapter
 from cairn.policy.source import read_source

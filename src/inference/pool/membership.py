@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable
 
 from cairn.inference.client import InferenceClient, Unauthorized
-from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights
-from cairn.inference.pool.server_list import ServerList
-from cairn.inference.pool.settings import PoolSettings
+from cairn.inference.pool.server_list import PoolSettings, ServerList
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -20,6 +18,55 @@ LOOK_TIMEOUT = 10.0
 STRAGGLERS = 1.0
 """Seconds that slower servers get at least to load new weights once the first one has them."""
 REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
+
+
+class Counts:
+    """What a pool did since it was last asked."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._marked = time.monotonic()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.requests = 0
+        self.retries = 0
+        self.push_bytes = 0
+        self.push_seconds = 0.0
+        self._idle = self._busy = 0.0
+
+    def begin(self) -> None:
+        """A request has been sent."""
+        self._mark()
+        self._in_flight += 1
+
+    def end(self) -> None:
+        """A request has been answered or given up."""
+        self._mark()
+        self._in_flight -= 1
+
+    def take(self) -> dict[str, float]:
+        """The counts, which begin anew."""
+        self._mark()
+        counts = {
+            "servers/requests": self.requests,
+            "servers/retries": self.retries,
+            "time/generate": self._busy,
+            "time/server_idle": self._idle,
+            "weights/bytes": self.push_bytes,
+            "time/push": self.push_seconds,
+        }
+        self._clear()
+        return counts
+
+    def _mark(self) -> None:
+        """Count the time since the last mark."""
+        now = time.monotonic()
+        if self._in_flight:
+            self._busy += now - self._marked
+        else:
+            self._idle += now - self._marked
+        self._marked = now
 
 
 class Membership:

@@ -12,7 +12,7 @@ from cairn.checkpoint.saving.host_staging import Outlet, copies_from
 from cairn.checkpoint.step_folder import OF_ADAPTERS
 from cairn.checkpoint.tensors.sharded_files import OutgoingTensors, Stored
 from cairn.policy.checksums import RunningSums
-from cairn.policy.rendezvous import address_towards
+from cairn.policy.network import address_towards
 from cairn.policy.sender import WeightSender
 from cairn.policy.source import Source
 from cairn.run.errors import UsageError

@@ -8,23 +8,68 @@ Runs inside vLLM's API process only.
 """
 
 import asyncio
+import json
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.logger import init_logger
 
 from cairn.inference.plugin.adapter_copies import MERGED, AdapterCopies, AdapterCopy
-from cairn.inference.plugin.open_requests import OpenRequests
+from cairn.inference.plugin.auth import failure
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
-from cairn.policy.refusals import Unchanged
+from cairn.policy.errors import Unchanged
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+# vLLM plugin: which requests are open, so that what they may still use is kept until they have ended.
+
+
+class OpenRequests:
+    """The requests that the server is answering."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Event] = set()
+
+    def begin(self) -> asyncio.Event:
+        """A request has come; hand what this returns to `end`."""
+        request = asyncio.Event()
+        self._open.add(request)
+        return request
+
+    def end(self, request: asyncio.Event) -> None:
+        """It is answered, or given up."""
+        self._open.discard(request)
+        request.set()
+
+    async def ended(self) -> None:
+        """Wait until all requests have ended that are open now."""
+        await asyncio.gather(*(request.wait() for request in [*self._open]))
+
+
+class CountingRequests:
+    """ASGI middleware: notes each request that may generate."""
+
+    def __init__(self, app: ASGIApp, requests: OpenRequests):
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = scope["type"] == "http" and scope["method"] == "POST"
+        if not counts or scope["path"].startswith("/cairn/"):
+            return await self._app(scope, receive, send)
+        request = self._requests.begin()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests.end(request)
+
 
 logger = init_logger("vllm.cairn")
 
@@ -127,3 +172,45 @@ class Unmerged(Updates):
         finally:
             self._copies.remove(old.copy)
         logger.info("dropped adapter %s", old.name)
+
+
+# vLLM plugin: on CPUs, refuses requests that name no adapter while the server has adapters.
+
+
+GENERATING = ("/v1/", "/inference/")
+"""How the paths begin of routes that need the model."""
+
+
+class NamedOnly:
+    """ASGI middleware, behind the guard, which hands a body on as one message.
+
+    Args:
+        names: the adapters of which a request has to name one; None: it needs to name none.
+    """
+
+    def __init__(self, app: ASGIApp, names: Callable[[], Collection[str] | None]):
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generates = (
+            scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(GENERATING)
+        )
+        if not generates or (names := self._names()) is None:
+            return await self._app(scope, receive, send)
+        body = await receive()
+        try:
+            asked = json.loads(body.get("body", b"") or b"{}")
+            model = asked.get("model") if isinstance(asked, dict) else None
+        except ValueError:
+            model = None
+        if body["type"] == "http.request" and model not in names:
+            status = 400 if model is None else 404
+            reason = f"the request's model is {model!r}, and has to be an adapter of this server"
+            return await failure(status, f"{reason}: {', '.join(names)}")(scope, receive, send)
+        unread: list[Message] = [body]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        return await self._app(scope, replay, send)

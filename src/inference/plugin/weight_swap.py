@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.updates import CODES, NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights
-from cairn.policy.refusals import Altered, NotHeld, Unchanged, Unfit
+from cairn.policy.errors import Altered, NotHeld, Unchanged, Unfit
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

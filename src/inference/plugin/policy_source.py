@@ -15,12 +15,12 @@ from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.logger import init_logger
 
-from cairn.inference.plugin.expected import ExpectedTensors
+from cairn.inference.plugin.expected_layout import ExpectedTensors
 from cairn.inference.plugin.merging import Merging, in_groups
 from cairn.inference.plugin.weight_files import UnusableWeights, check_folder, look_at, read_weights
 from cairn.model.adapters import is_adapter
+from cairn.policy.errors import NotHeld, Unchanged
 from cairn.policy.receiver import WeightReceiver
-from cairn.policy.refusals import NotHeld, Unchanged
 from cairn.policy.source import Source, read_source
 from cairn.run.files import DamagedFile
 

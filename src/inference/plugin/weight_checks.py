@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from cairn.policy.checksums import checksum, wrapped
-from cairn.policy.refusals import NotHeld
+from cairn.policy.errors import NotHeld
 
 FIRST_UPDATES = 2
 """All layers are looked at in these; a run's first policy may be what the server started with."""
