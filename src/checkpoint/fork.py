@@ -1,20 +1,16 @@
-"""Copies of checkpoints: as they are, in another folder, and as the first step of a new run (a fork)."""
+"""Folders for copies of checkpoints, and copies as the first step of a new run (a fork)."""
 
 import contextlib
-import errno
 import os
 import secrets
-from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, holds_tensors, load_manifest
+from cairn.checkpoint.manifest import Manifest, Origin, holds_tensors
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore, copy_file
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, read_note
-from cairn.run.progress import Stage, no_progress
+from cairn.run.files import make_folders
 
 
 def fork(step: Path, output_dir: Path, *, link: bool = False) -> tuple[Path, Manifest]:
@@ -51,38 +47,11 @@ def _share_tensors(source: Path, target: Path) -> None:
     copy_file(source, target)
 
 
-def copy_step(step: Path, dest: Path, *, link: bool = False, stage: Stage = no_progress) -> Path:
-    """Copy a step, as it is, into the `checkpoints/` of the folder `dest`; returns the copy's folder.
-
-    The copy is a step of the same run: it appears there when all of it is written and verified.
+def store_of_copies(dest: Path) -> CheckpointStore:
+    """The store for copies of steps in the folder `dest`.
 
     Args:
         dest: an output folder, or a folder for checkpoints alone, which then is called `checkpoints`.
-        link: make hard links: the files take no space, and damage to one is damage to both.
-
-    Raises:
-        UsageError: `dest` is not a folder, is another run's, or can't have hard links to the step.
-        CheckpointError: the step is damaged, or `dest` has a step of this number.
-        OSError: a file can't be written; the error names it.
-    """
-    manifest = verify(step, on_bytes=stage(f"verifying {step.name}", load_manifest(step).nbytes))
-    store = store_of_copies(dest)
-    if step.resolve() in (target := store.root.resolve(), *target.parents):
-        raise UsageError(f"{dest}: is inside the checkpoint itself; give another folder")
-    with receiving(store, manifest.run_id, str(step)):
-        progress = stage("linking" if link else "copying", manifest.nbytes)
-        try:
-            return store.adopt(step, manifest, os.link if link else copy_file, progress)
-        except OSError as error:
-            if link and error.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-                raise UsageError(
-                    f"{dest}: hard links to {step} can't be made there ({error.strerror}); leave out --link"
-                ) from None
-            raise
-
-
-def store_of_copies(dest: Path) -> CheckpointStore:
-    """The store for copies of steps in the folder `dest`; see `copy_step`.
 
     Raises:
         UsageError: `dest` is not a folder.
@@ -91,37 +60,6 @@ def store_of_copies(dest: Path) -> CheckpointStore:
     if any(path.exists() and not path.is_dir() for path in (store.root, *store.root.parents)):
         raise UsageError(f"{dest}: is not a folder and can't be created; give another one")
     return store
-
-
-@contextlib.contextmanager
-def receiving(store: CheckpointStore, run_id: str, name: str) -> Generator[None]:
-    """Within this context, a step of a run, which messages call `name`, may be copied into the store.
-
-    Raises:
-        UsageError: it has steps of another run.
-    """
-    make_folders(store.root)
-    with store.alone():
-        if others := _runs_in(store) - {run_id}:
-            raise UsageError(
-                f"{store.root}: holds the run {', '.join(sorted(others))}, and {name} is of run {run_id}, "
-                "which would go on as that; give another folder, or make a new run of it with ckpt fork"
-            )
-        yield
-
-
-def _runs_in(store: CheckpointStore) -> set[str]:
-    """The ids of the runs that a store has steps of, or that have begun in the folder around it."""
-    found = {manifest.run_id for manifest in map(_manifest, map(store.folder, store.steps())) if manifest}
-    roles = read_note(store.root.parent / "roles.json", dict[str, Any]) or {}
-    return found | ({str(roles["run_id"])} if "run_id" in roles else set())
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return load_manifest(folder)
-    except CheckpointError:  # it is damaged, and whose it was is not known
-        return None
 
 
 def fresh_store(output_dir: Path) -> CheckpointStore:

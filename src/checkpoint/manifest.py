@@ -41,6 +41,16 @@ class FileEntry(BaseModel):
         """The entry of a file of `size` bytes whose chunks have these CRCs."""
         return cls(size=size, crc64nvme=[f"{crc:016x}" for crc in crcs])
 
+    @classmethod
+    def read(cls, path: Path) -> "FileEntry":
+        """The entry of a file as it is now, which is read.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        size = path.stat().st_size
+        return cls.of(size, [chunk_crc(path, chunk) for chunk in range(-(-size // CHUNK_BYTES))])
+
 
 class Origin(BaseModel):
     """A step of some run, as the origin of another."""

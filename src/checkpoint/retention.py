@@ -3,22 +3,19 @@
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from cairn.checkpoint.eval_metrics import Ratings, ratings_in
+from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_index import step_of
-from cairn.checkpoint.store import CheckpointStore, remove_folder
-from cairn.checkpoint.tiers import Tier
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import Removable, SavedStep, Tier, newest_good, read_steps
 from cairn.config.ckpt import CkptConfig
-from cairn.run.files import DamagedFile, read_json, write_json
 from cairn.run.object_store import RemoteError
 
 logger = logging.getLogger(__name__)
 
-PINS = "pins.json"
 WAITING = "waiting for an export or upload"
 """Why a step is kept that no rule keeps."""
 OF_SPIKES = "a spike would go back to it"
@@ -36,15 +33,6 @@ Spare = Callable[[Collection[int]], Collection[int]]
 def spare_none(unkept: Collection[int]) -> Collection[int]:
     """A `Spare` for a run whose steps nobody else needs."""
     return ()
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """An existing step, and its metrics; `ratings` says which of these can be compared."""
-
-    step: int
-    metrics: Mapping[str, Any]
-    ratings: Ratings = field(default_factory=Ratings)
 
 
 def reasons_to_keep(steps: Sequence[SavedStep], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
@@ -106,41 +94,6 @@ def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, int | float) and value == value
 
 
-def read_steps(tier: Tier, ratings: Ratings) -> list[SavedStep]:
-    """The steps of a tier with their metrics; a step with a damaged manifest has none.
-
-    Args:
-        ratings: by evaluations, of the run's steps in any tier.
-    """
-    found: list[SavedStep] = []
-    for number in tier.steps():
-        try:
-            found.append(SavedStep(number, ratings.metrics(tier.manifest(number)), ratings))
-        except CheckpointError:
-            found.append(SavedStep(number, {}))
-    return found
-
-
-def pins(store: CheckpointStore) -> set[int]:
-    """The steps that a person has pinned.
-
-    Raises:
-        CheckpointError: the file of pins can't be read, so any step may be pinned.
-    """
-    path = store.root / PINS
-    try:
-        return set(read_json(path, list[int]) or [])
-    except DamagedFile as error:
-        raise CheckpointError(f"{error}; it must be a list of steps: repair or remove it") from None
-
-
-def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
-    """Pin a step, so that it is kept for ever, or remove the pin."""
-    with store.alone():
-        wanted = pins(store) | {step} if pinned else pins(store) - {step}
-        write_json(store.root / PINS, sorted(wanted), durable=True)
-
-
 def apply_retention(store: CheckpointStore, rules: CkptConfig, spare: Spare = spare_none) -> list[int]:
     """Delete the steps that neither the rules nor `spare` keep, and the debris of earlier saves; returns the
     deleted steps.
@@ -158,7 +111,7 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig, spare: Spare = sp
     if rules.keep_last is None and rules.keep_best is None:
         return []
     try:
-        pinned, ratings = pins(store), ratings_in(store.root)
+        pinned, ratings = store.pins(), store.ratings()
     except CheckpointError as error:
         logger.warning("no checkpoint is deleted: %s", error)
         return []
@@ -205,45 +158,52 @@ def delete_unkept(
 
 
 def prune(
-    store: CheckpointStore,
+    tier: Tier,
     rules: CkptConfig,
-    pinned: set[int],
+    pinned: set[int] | None = None,
     *,
     spares: Mapping[str, Spare] | None = None,
     abandoned: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Delete the steps that no rule keeps, saves that were never completed and, if asked, abandoned branches.
+    """Delete the steps that no rule keeps, what nobody will complete and, if asked, abandoned branches.
 
-    The newest good step always stays, and so does everything newer than the newest step: that may be a save
-    in progress. Returns the content of `ckpt prune --json`; `failed` lists what could not be deleted, and
-    why.
+    The newest good step always stays. Returns the content of `ckpt prune --json`; `failed` lists what could
+    not be deleted, and why.
 
     Args:
-        pinned: the steps that count as pinned.
+        pinned: the steps that count as pinned; None: those that are.
         spares: what else keeps steps, by the reason that the report gives.
+
+    Raises:
+        CheckpointError: pins or ratings can't be read.
+        RemoteError: the tier is an object store that refuses or fails.
     """
-    good, damaged = store.newest_good()
-    kept = reasons_to_keep(read_steps(store, ratings_in(store.root)), rules, pinned)
-    for step in [step_of(good)] if good else kept:
-        kept[step] = kept.get(step) or ["newest good" if good else "none is good"]
+    pinned = tier.pins() if pinned is None else pinned
+    kept = reasons_to_keep(tier.measured(rules.metric if rules.keep_best else None), rules, pinned)
+    good, damaged = newest_good(tier, list(kept))
+    for step in kept if good is None else [good]:
+        kept[step] = kept[step] or ["none is good" if good is None else "newest good"]
     add_spared(kept, spares or {})
-    newest = store.latest() or 0
     groups = {
-        "deleted": [store.folder(step) for step, reasons in kept.items() if not reasons],
-        "debris": [folder for folder in store.debris() if step_of(folder) < newest],
-        "abandoned": _branches(store) if abandoned else [],
+        "deleted": [
+            Removable(tier.name_of(step), partial(tier.delete, step))
+            for step, reasons in kept.items()
+            if not reasons
+        ],
+        "debris": tier.useless_debris(),
+        "abandoned": tier.abandoned_branches() if abandoned else [],
     }
     failed: list[str] = []
-    for group, folders in groups.items():
-        for folder in [] if dry_run else list(folders):
+    for found in groups.values():
+        for one in [] if dry_run else list(found):
             try:
-                store.delete(step_of(folder)) if group == "deleted" else remove_folder(folder)
+                one.delete()
             except OSError as error:
-                failed.append(f"{folder}: {error.strerror}")
-                folders.remove(folder)
+                failed.append(f"{one.name}: {error.strerror}")
+                found.remove(one)
     return {
-        **{group: [str(folder) for folder in folders] for group, folders in groups.items()},
+        **{group: [one.name for one in found] for group, found in groups.items()},
         "kept": {str(step): reasons for step, reasons in kept.items() if reasons},
         "damaged": damaged,
         "failed": failed,
@@ -257,10 +217,3 @@ def add_spared(kept: dict[int, list[str]], spares: Mapping[str, Spare]) -> None:
     for reason, spare in spares.items():
         for step in spare(unkept):
             kept[step].append(reason)
-
-
-def _branches(store: CheckpointStore) -> list[Path]:
-    """The folders of abandoned steps; symbolic links are skipped, since their targets are not the run's."""
-    if store.abandoned.is_symlink() or not store.abandoned.is_dir():
-        return []
-    return sorted(path for path in store.abandoned.iterdir() if path.is_dir() and not path.is_symlink())

@@ -6,31 +6,49 @@ waits for all receipts and writes the manifest last, which makes the step exist 
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
+from cairn.checkpoint.eval_metrics import Ratings, ratings_in
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     CheckpointError,
     FileEntry,
     Manifest,
     check_files,
+    load_manifest,
 )
 from cairn.checkpoint.receipts import make_receipt, note_of, read_receipt
-from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.step_index import StepFolders, step_of, verify
 from cairn.checkpoint.tensors.compression import check_tables
+from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps, row_of
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.file_system import file_system_of, flock, open_lock
-from cairn.run.files import check_written, make_folders, naming, sync, write_atomic, write_json
+from cairn.run.files import (
+    DamagedFile,
+    check_written,
+    make_folders,
+    naming,
+    read_json,
+    read_note,
+    sync,
+    write_atomic,
+    write_json,
+)
+from cairn.run.progress import Stage
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"
+PINS = "pins.json"
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -178,20 +196,7 @@ class CheckpointStore(StepFolders):
             Damaged: a copy differs from what the manifest says.
             OSError: a file can't be written; the error names it.
         """
-
-        def copy(folder: Path) -> None:
-            for name, entry in manifest.files.items():
-                fault_point("adopt.file")
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with naming(target):
-                    transfer(source / name, target)
-                    sync(target)
-                on_bytes(entry.size)
-            check_files(folder, manifest)
-            check_tables(folder, manifest.contents)
-
-        return self.receive(manifest, copy)
+        return self.receive(manifest, partial(_copy, source, manifest, transfer, on_bytes))
 
     def receive(self, manifest: Manifest, fill: Callable[[Path], None]) -> Path:
         """Commit a step without the roles of a run; returns its folder.
@@ -269,6 +274,126 @@ class CheckpointStore(StepFolders):
         fault_point("retention.manifest_deleted")
         remove_folder(folder)
 
+    # What `ckpt` and retention ask every tier
+
+    def name_of(self, step: int) -> str:
+        return str(self.folder(step))
+
+    def check(self, step: int) -> None:
+        self.verify(step)
+
+    def verify(self, step: int, *, on_bytes: Callable[[int], None] = lambda count: None) -> Manifest:
+        return verify(self.folder(step), on_bytes=on_bytes)
+
+    def ratings(self) -> Ratings:
+        return ratings_in(self.root)
+
+    def measured(self, metric: str | None) -> list[SavedStep]:
+        if metric is None:
+            return [SavedStep(step, {}) for step in self.steps()]
+        return read_steps(self, self.ratings())
+
+    def rows(
+        self, metric: str | None = None, kept_by: Mapping[int, list[str]] | None = None
+    ) -> list[dict[str, Any]]:
+        """What `ckpt list` shows: steps, then unfinished saves, abandoned steps and links."""
+        ratings, aside = self.ratings(), sorted(self.abandoned.glob("*/step_*"))
+        return [
+            *(row_of(self.folder(step), (kept_by or {}).get(step, []), ratings) for step in self.steps()),
+            *({"folder": str(folder), "state": "partial"} for folder in self.debris()),
+            *({**row_of(folder, []), "state": f"abandoned ({folder.parent.name})"} for folder in aside),
+            *(
+                {"folder": str(link), "state": f"not a step: link to {link.readlink()}"}
+                for link in self.links()
+            ),
+        ]
+
+    def pins(self) -> set[int]:
+        try:
+            return set(read_json(self.root / PINS, list[int]) or [])
+        except DamagedFile as error:
+            raise CheckpointError(f"{error}; it must be a list of steps: repair or remove it") from None
+
+    def set_pin(self, step: int, pinned: bool) -> None:
+        """Pin a step, so that it is kept for ever, or remove the pin."""
+        with self.alone():
+            wanted = self.pins() | {step} if pinned else self.pins() - {step}
+            write_json(self.root / PINS, sorted(wanted), durable=True)
+
+    def useless_debris(self) -> list[Removable]:
+        """Saves that were never completed; not those after the newest step, which may be in progress."""
+        newest = self.latest() or 0
+        return [
+            Removable(str(folder), partial(remove_folder, folder))
+            for folder in self.debris()
+            if step_of(folder) < newest
+        ]
+
+    def abandoned_branches(self) -> list[Removable]:
+        """The folders of abandoned steps; not symbolic links, since their targets are not the run's."""
+        if self.abandoned.is_symlink() or not self.abandoned.is_dir():
+            return []
+        folders = [path for path in self.abandoned.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [Removable(str(folder), partial(remove_folder, folder)) for folder in sorted(folders)]
+
+    def fetch(
+        self, step: int, store: Receiver, *, on_bytes: Callable[[int], None] = lambda count: None
+    ) -> Path:
+        manifest = self.manifest(step)
+        return store.receive(manifest, partial(_copy, self.folder(step), manifest, copy_file, on_bytes))
+
+    def take(self, folder: Path, name: str, *, link: bool = False, stage: Stage) -> str:
+        """Copy the step in a folder, as it is, into this store; returns the path of the copy.
+
+        Args:
+            name: the folder that was given for the copies, as messages call it.
+            link: make hard links: the files take no space, and damage to one is damage to both.
+
+        Raises:
+            UsageError: the store has steps of another run, or can't have hard links to the step.
+            CheckpointError: the step is damaged, or the store has a step of this number.
+            OSError: a file can't be written; the error names it.
+        """
+        manifest = verify(folder, on_bytes=stage(f"verifying {folder.name}", load_manifest(folder).nbytes))
+        if folder.resolve() in (target := self.root.resolve(), *target.parents):
+            raise UsageError(f"{name}: is inside the checkpoint itself; give another folder")
+        with self.receiving(manifest.run_id, str(folder)):
+            progress = stage("linking" if link else "copying", manifest.nbytes)
+            try:
+                return str(self.adopt(folder, manifest, os.link if link else copy_file, progress))
+            except OSError as error:
+                if link and error.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                    raise UsageError(
+                        f"{name}: hard links to {folder} can't be made there ({error.strerror}); leave out "
+                        "--link"
+                    ) from None
+                raise
+
+    @contextlib.contextmanager
+    def receiving(self, run_id: str, name: str) -> Generator[None]:
+        """Within this context, a step of a run, which messages call `name`, may be copied into the store.
+
+        Raises:
+            UsageError: it has steps of another run.
+        """
+        make_folders(self.root)
+        with self.alone():
+            if others := self._run_ids() - {run_id}:
+                raise UsageError(
+                    f"{self.root}: holds the run {', '.join(sorted(others))}, and {name} is of run {run_id}, "
+                    "which would go on as that; give another folder, or make a new run of it with ckpt fork"
+                )
+            yield
+
+    def _run_ids(self) -> set[str]:
+        """The ids of the runs that the store has steps of, or that have begun in the folder around it."""
+        found: set[str] = set()
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):  # it is damaged, and whose it was is not known
+                found.add(self.manifest(step).run_id)
+        roles = read_note(self.root.parent / "roles.json", dict[str, Any]) or {}
+        return found | ({str(roles["run_id"])} if "run_id" in roles else set())
+
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
         """Hold the lock that `ckpt` commands take before they change anything; saving does not take it."""
@@ -299,6 +424,48 @@ class CheckpointStore(StepFolders):
         sync(aside)
         sync(self.root)
         return aside
+
+
+def _copy(
+    source: Path,
+    manifest: Manifest,
+    transfer: Callable[[Path, Path], object],
+    on_bytes: Callable[[int], None],
+    folder: Path,
+) -> None:
+    """Copy a step's files into `folder`, fsync them, and check them; see `CheckpointStore.adopt`."""
+    for name, entry in manifest.files.items():
+        fault_point("adopt.file")
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with naming(target):
+            transfer(source / name, target)
+            sync(target)
+        on_bytes(entry.size)
+    check_files(folder, manifest)
+    check_tables(folder, manifest.contents)
+
+
+class OneStep(CheckpointStore):
+    """A single step's folder, whatever its name, for commands that take several steps or one."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder.absolute().parent)
+        self._only = folder
+
+    def folder(self, step: int) -> Path:
+        """The folder."""
+        return self._only
+
+    def steps(self) -> list[int]:
+        """The number 0, which stands for the step: its own is in the manifest, which may be damaged."""
+        return [0]
+
+    def rows(
+        self, metric: str | None = None, kept_by: Mapping[int, list[str]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The step's row, with the metrics in its manifest."""
+        return [row_of(self._only, [])]
 
 
 def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:

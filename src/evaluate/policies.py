@@ -23,8 +23,7 @@ from cairn.run.errors import UsageError
 from cairn.run.imports import importing
 from cairn.run.messages import PolicyName
 from cairn.run.progress import progress_bars
-from cairn.tools.ckpt_paths import store_in
-from cairn.tools.ckpt_remote import split
+from cairn.tools.ckpt_places import split, store_in
 
 SERVED = "eval-"
 """What the names begin with under which servers get policies from `eval`."""

@@ -1,12 +1,17 @@
 """The steps of a run in an object store; see the package's docstring for what lies where."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
+from cairn.checkpoint.eval_metrics import RATINGS, Ratings
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -14,10 +19,12 @@ from cairn.checkpoint.manifest import (
     CheckpointError,
     Damaged,
     Manifest,
+    load_manifest,
     parse,
 )
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS
 from cairn.checkpoint.tensors.compression import check_tables
+from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps
 from cairn.remote import catalog, chunks
 from cairn.remote.client.listing import Listed
 from cairn.remote.client.objects import Objects
@@ -25,19 +32,52 @@ from cairn.remote.client.upload_body import OnBytes, UploadBody
 from cairn.remote.client.upload_journal import Sent
 from cairn.remote.dedup import known_there
 from cairn.remote.prefix_lease import CLAIM, Claims
+from cairn.remote.run_files import newest
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
-from cairn.run.files import naming, sync
+from cairn.run.files import naming, parse_json, sync
 from cairn.run.object_store import Exists, RemoteError
+from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
     from cairn.remote.client.multipart import Unfinished
 
+T = TypeVar("T")
 COMMITTED = "committed"
 ABANDONED = "abandoned"
 FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
 """Files that are uploaded at once, each in several parts at a time."""
+
+
+FORGOTTEN = timedelta(days=1)
+"""Age from which parts and objects of a step are given up that nobody is known to upload."""
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """The objects of a step that does not exist.
+
+    names: relative to the URL. newest: when the last of them was put, by the clock of the object store.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    newest: datetime
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A step that was set aside.
+
+    note: name of the object with its manifest. since: when that was put, by the clock of the object store;
+    later objects of the step's number are of another step.
+    """
+
+    step: int
+    note: str
+    since: datetime
 
 
 class AnotherStep(CheckpointError):
@@ -65,6 +105,9 @@ class RemoteStore(Claims):
         return self.objects.url
 
     # Reading
+
+    def name_of(self, step: int) -> str:
+        return f"{self}/step_{step}"
 
     def steps(self) -> list[int]:
         """The steps that exist, oldest first; one request for every thousand."""
@@ -105,26 +148,53 @@ class RemoteStore(Claims):
         """
         return catalog.summaries(self.objects, self._manifests(), self._read)
 
-    def fetch(self, step: int, store: CheckpointStore, *, on_bytes: OnBytes = lambda n: None) -> Path:
-        """Download a step into the local store; returns its folder.
+    def rows(
+        self, metric: str | None = None, kept_by: Mapping[int, list[str]] | None = None
+    ) -> list[dict[str, Any]]:
+        """What `ckpt list` shows of the steps; another metric than the catalog's takes a request for each."""
+        summaries: list[dict[str, Any]] = self.summaries()
+        if metric is not None and metric not in catalog.LISTED_METRICS:
+            found = {one.step: one.metrics for one in self.measured(metric)}
+            for row in summaries:
+                row["metrics"] = found.get(row["step"], row["metrics"])
+        return [
+            {
+                "folder": self.name_of(row["step"]),
+                "state": "complete" if row["parts"] != ["model"] else "complete, weights only",
+                "kept_by": (kept_by or {}).get(row["step"], []),
+                **row,
+            }
+            for row in summaries
+        ]
 
-        Each chunk is compared with the manifest as it arrives, and asked for once more if it differs.
+    def measured(self, metric: str | None) -> list[SavedStep]:
+        if metric is None:
+            return [SavedStep(step, {}) for step in self.steps()]
+        if metric in catalog.LISTED_METRICS:
+            return [SavedStep(row["step"], row["metrics"]) for row in self.summaries()]
+        return read_steps(self, self.ratings())
 
-        Raises:
-            CheckpointError: the step does not exist here, or exists there already.
-            Damaged: an object is not what the manifest says.
-            OSError: a file can't be written; the error names it.
-        """
+    def ratings(self) -> Ratings:
+        return Ratings(self._of_run(RATINGS, dict[str, dict[str, float]]) or {})
+
+    def pins(self) -> set[int]:
+        return set(self._of_run(PINS, list[int]) or [])
+
+    def _of_run(self, name: str, kind: type[T]) -> T | None:
+        """The content of a small JSON file of the run; None if there is none."""
+        text = newest(self.objects, name)
+        try:
+            return None if text is None else parse_json(text, kind)
+        except ValueError:
+            what = "it must be a list of steps: " if name == PINS else ""
+            raise CheckpointError(f"{self}/run/{name}: is damaged; {what}repair or remove it") from None
+
+    def fetch(self, step: int, store: Receiver, *, on_bytes: OnBytes = lambda n: None) -> Path:
+        # Each chunk is compared as it arrives, and asked for once more if it differs.
         manifest = self.manifest(step)
         return store.receive(manifest, lambda folder: self.fill(folder, manifest, on_bytes))
 
     def verify(self, step: int, *, on_bytes: OnBytes = lambda n: None) -> Manifest:
-        """Read every byte of a step, and compare it with the manifest; nothing is written.
-
-        Raises:
-            CheckpointError: the step does not exist.
-            Damaged: an object is not what the manifest says.
-        """
         manifest = self.manifest(step)
         self.check_sizes(manifest)
 
@@ -164,6 +234,9 @@ class RemoteStore(Claims):
                     f"{self}/step_{manifest.step}/{name}: {what}, but should have {entry.size} bytes"
                 )
         return found
+
+    def check(self, step: int) -> None:
+        self.check_sizes(self.manifest(step))
 
     def look(self, step: int) -> dict[str, Listed]:
         """What lies in the folder of a step, by names in it."""
@@ -296,6 +369,28 @@ class RemoteStore(Claims):
             )
         return True
 
+    def take(self, folder: Path, name: str, *, link: bool = False, stage: Stage) -> str:
+        if link:
+            raise UsageError(f"--link: {name} is a URL, where no hard links can be; leave out --link")
+        manifest = load_manifest(folder)
+        others = {row["run_id"] for row in self.summaries()}
+        others |= {owner} if (owner := self.owner()) else set()
+        if others - {manifest.run_id}:
+            raise UsageError(
+                f"{name}: holds the run {', '.join(sorted(others))}, and {folder} is of run "
+                f"{manifest.run_id}; give another prefix"
+            )
+        self.claim_for_run(manifest.run_id)  # first, so that no other run takes the prefix for its own
+        with tempfile.TemporaryDirectory(prefix="cairn-") as notes:
+            sent = Sent(Path(notes) / "sent", manifest)
+            progress = stage(f"uploading step {manifest.step}", manifest.nbytes)
+            self.put(folder, manifest, sent, on_bytes=progress)
+        return self.name_of(manifest.step)
+
+    @contextlib.contextmanager
+    def alone(self) -> Generator[None]:
+        yield
+
     def unfinished(self) -> Iterator["tuple[int, Unfinished]"]:
         """The uploads in parts that were not completed, with their steps; not those of runs below."""
         for found in self.objects.unfinished("step_"):
@@ -324,6 +419,68 @@ class RemoteStore(Claims):
         for step in steps:
             self.objects.copy(_committed(step), f"{ABANDONED}/{name}/step_{step}.json")
             self.objects.delete([_committed(step), f"step_{step}/{FILE_NAME}"])
+
+    # What belongs to no step
+
+    def steps_aside(self) -> list[Aside]:
+        """The steps that were set aside because the run has gone back behind them."""
+        found = self.objects.look(ABANDONED)
+        matches = ((STEP_NAME.fullmatch(Path(name).stem), name) for name in sorted(found))
+        return [Aside(int(match[1]), name, found[name].modified) for match, name in matches if match]
+
+    def abandoned_branches(self) -> list[Removable]:
+        branches: dict[str, list[Aside]] = {}
+        for one in self.steps_aside():
+            branches.setdefault(str(Path(one.note).parent), []).append(one)
+
+        def forget(steps: list[Aside]) -> None:
+            for one in steps:
+                self.forget(one)
+
+        return [Removable(f"{self}/{name}", partial(forget, steps)) for name, steps in branches.items()]
+
+    def forget(self, aside: Aside) -> None:
+        """Delete a step that was set aside.
+
+        Its files stay if a step of its number exists, or has been sent to its place since; then the commit of
+        that step removes what is not of it.
+        """
+        self.objects.delete([aside.note])
+        if aside.step in self.steps():
+            return
+        left = self._left_of(aside.step)
+        if left is not None and left.newest <= aside.since:
+            self.objects.delete(left.names)
+
+    def leftovers(self) -> Iterator[Leftovers]:
+        """Objects of steps that are neither committed nor set aside, without what another run has below."""
+        # Folders come before steps, so that a step that is committed meanwhile does not count as left over.
+        folders = self.objects.folders()
+        there, aside = self.steps(), self.steps_aside()
+        numbers = {int(match[1]) for folder in folders if (match := STEP_NAME.fullmatch(folder))}
+        for step in sorted(numbers.difference(there)):
+            found = self._left_of(step)
+            if found and not any(one.step == step and found.newest <= one.since for one in aside):
+                yield found
+
+    def _left_of(self, step: int) -> Leftovers | None:
+        """All objects of a step; None if there are none, or those of another run."""
+        found = self.look(step)
+        names = strangers(found, ())
+        if not names:
+            return None
+        objects = tuple(f"step_{step}/{name}" for name in names)
+        return Leftovers(step, objects, max(found[name].modified for name in names))
+
+    def useless_debris(self) -> list[Removable]:
+        """What is left of steps that nobody is uploading: nothing was sent of them for a day."""
+        since = datetime.now(UTC) - FORGOTTEN
+        busy = {step for step, unfinished in self.unfinished() if unfinished.begun > since}
+        return [
+            Removable(self.name_of(left.step), partial(self.objects.delete, left.names))
+            for left in self.leftovers()
+            if left.newest < since and left.step not in busy
+        ]
 
 
 def strangers(found: Collection[str], wanted: Collection[str]) -> list[str]:

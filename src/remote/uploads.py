@@ -14,18 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.eval_metrics import ratings_in
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.retention import SavedStep, delete_unkept, pins, reasons_to_keep
+from cairn.checkpoint.retention import delete_unkept, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import SavedStep
 from cairn.config.ckpt import CkptConfig
 from cairn.remote.client.upload_body import OnBytes
 from cairn.remote.client.upload_journal import Sent
-from cairn.remote.orphans import FORGOTTEN, leftovers
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.run_files import RunFiles
 from cairn.remote.stale_attempts import Overtaken
-from cairn.remote.step_store import AnotherStep, RemoteStore
+from cairn.remote.step_store import FORGOTTEN, AnotherStep, RemoteStore
 from cairn.run.attempt import Attempt
 from cairn.run.files import read_note, write_json
 from cairn.run.object_store import Refused, RemoteError
@@ -143,7 +142,7 @@ class RunUploads:
         if rules.keep_last is None and rules.keep_best is None:
             return steps
         try:
-            pinned, ratings = pins(self.store), ratings_in(self.store.root)
+            pinned, ratings = self.store.pins(), self.store.ratings()
         except CheckpointError:  # retention deletes nothing either
             return steps
         found: list[SavedStep] = []
@@ -259,7 +258,7 @@ class Uploader:
 
     def _remove_leftovers(self, useless: Callable[[int, datetime], bool]) -> None:
         """Delete what is left of steps that don't exist, if step and time of the newest object say so."""
-        for left in leftovers(self.remote):
+        for left in self.remote.leftovers():
             if useless(left.step, left.newest):
                 logger.warning("removing what is left of step %d in %s", left.step, self.remote)
                 self.remote.check_owner(self.owner)
@@ -373,7 +372,7 @@ class Uploader:
         if rules.keep_last is None and rules.keep_best is None:
             return
         try:
-            pinned, ratings = pins(self.uploads.store), ratings_in(self.uploads.store.root)
+            pinned, ratings = self.uploads.store.pins(), self.uploads.store.ratings()
             deleted = delete_unkept(self.remote, rules, pinned, ratings)
         except (CheckpointError, RemoteError) as error:
             logger.warning("no remote checkpoint is deleted: %s", error)

@@ -6,27 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
-from cairn.formats import format_of
 from cairn.formats.transfer.diff import compare
 from cairn.remote.uploads import note_origin
 from cairn.run.errors import UsageError
 from cairn.run.progress import progress_bars
-from cairn.tools import ckpt_remote
-from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step
-from cairn.tools.ckpt_output import (
-    print_audit,
-    print_diff,
-    print_json,
-    print_manifest,
-    say,
+from cairn.tools.ckpt_formats import add_average, add_export, add_import, average, export_step, import_step
+from cairn.tools.ckpt_output import print_audit, print_diff, print_json, print_manifest, say
+from cairn.tools.ckpt_places import (
+    STORE_HELP,
+    flags_to_resume,
+    local,
+    local_run,
+    made_at,
+    new_run,
+    place,
+    run_config,
+    side,
+    step_at,
+    step_folder,
+    tier_at,
 )
-from cairn.tools.ckpt_paths import STORE_HELP, run_config, store_in
-from cairn.tools.ckpt_remote import local_run, local_target, place
-from cairn.tools.ckpt_retention import add_list, add_prune, list_steps, prune_steps
-from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
+from cairn.tools.ckpt_steps import add_copy, add_list, add_prune, copy, list_steps, prune_steps
 
 
 def run() -> int:
@@ -57,7 +59,7 @@ def run() -> int:
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=place, help="a step_N folder, or its URL")
     branch.add_argument(
-        "output_dir", type=local_target, help="output folder of the new run, without checkpoints"
+        "output_dir", type=place, help="output folder of the new run, without checkpoints, or the URL for it"
     )
     branch.add_argument(
         "--link",
@@ -77,41 +79,12 @@ def run() -> int:
     return arguments.action(arguments)
 
 
-# Interpretation of paths
-
-
-def _step(path: Path) -> Path:
-    """The folder of a single step.
-
-    Raises:
-        UsageError: `path` is not a step, or holds several.
-    """
-    if not (path / FILE_NAME).exists():
-        for root in (path / "checkpoints", path):
-            if (latest := CheckpointStore(root).latest()) is not None:
-                raise UsageError(f"{path}: give one step, such as {CheckpointStore(root).folder(latest)}")
-        try:
-            load_manifest(path)  # raises an error that says what is wrong
-        except CheckpointError as error:
-            raise UsageError(str(error)) from None
-    return path
-
-
-def _side(path: Path) -> Path:
-    """A step, or the checkpoint of another program.
-
-    Raises:
-        UsageError: it is neither, or holds several steps.
-    """
-    return path if format_of(path) else _step(path)
-
-
 # Commands
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    remote = isinstance(arguments.step, str)
-    manifest = ckpt_remote.manifest(arguments.step) if remote else load_manifest(_step(arguments.step))
+    tier, step = step_at(arguments.step)
+    manifest = tier.manifest(step)
     if arguments.json:
         print_json(manifest.model_dump())
         return 0
@@ -120,8 +93,17 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    path = arguments.path
-    results = ckpt_remote.verify(path) if isinstance(path, str) else _verified(path)
+    tier, only = tier_at(arguments.path)
+    results: list[dict[str, Any]] = []
+    with progress_bars() as stage:
+        for step in tier.steps() if only is None else [only]:
+            name, problem = tier.name_of(step), None
+            try:
+                done = stage(name.rpartition("/")[2], tier.manifest(step).nbytes)
+                tier.verify(step, on_bytes=done)
+            except CheckpointError as error:
+                problem = str(error)
+            results.append({"folder": name, "ok": problem is None, "problem": problem})
     if arguments.json:
         print_json(results)
     else:
@@ -130,30 +112,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if all(result["ok"] for result in results) else 1
 
 
-def _verified(path: Path) -> list[dict[str, Any]]:
-    """The results for the local steps at `path`."""
-    if (path / FILE_NAME).exists():
-        folders = [path]
-    else:
-        store = store_in(path)
-        folders = [store.folder(step) for step in store.steps()]
-    results: list[dict[str, Any]] = []
-    with progress_bars() as stage:
-        for folder in folders:
-            problem = None
-            try:
-                verify(folder, on_bytes=stage(folder.name, load_manifest(folder).nbytes))
-            except CheckpointError as error:
-                problem = str(error)
-            results.append({"folder": str(folder), "ok": problem is None, "problem": problem})
-    return results
-
-
 def _diff(arguments: argparse.Namespace) -> int:
-    with ckpt_remote.side(arguments.a) as a, ckpt_remote.side(arguments.b) as b, progress_bars() as stage:
-        report = compare(_side(a), _side(b), stage)
-    for side, text in (("a", arguments.a), ("b", arguments.b)):
-        report[side]["folder"] = str(text)
+    with side(arguments.a) as a, side(arguments.b) as b, progress_bars() as stage:
+        report = compare(a, b, stage)
+    for of_side, given in (("a", arguments.a), ("b", arguments.b)):
+        report[of_side]["folder"] = str(given)
     if arguments.json:
         print_json(report)
         return 0
@@ -164,16 +127,21 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _fork(arguments: argparse.Namespace) -> int:
     from cairn.checkpoint.fork import fork  # imports numpy, which would slow down --help
 
-    with ckpt_remote.local(arguments.step, near=arguments.output_dir) as step:
-        folder, forked = fork(_step(step), arguments.output_dir, link=arguments.link)
-        if url := arguments.step if isinstance(arguments.step, str) else _uploaded(_step(step)):
-            note_origin(CheckpointStore(folder.parent), url)
+    target = arguments.output_dir
+    if arguments.link and isinstance(target, str):
+        raise UsageError(f"--link: {target} is a URL, where no hard links can be; leave out --link")
+    with local(arguments.step, near=target) as found, new_run(target) as run:
+        step = step_folder(found)
+        made, forked = fork(step, run, link=arguments.link)
+        if url := arguments.step if isinstance(arguments.step, str) else _uploaded(step):
+            note_origin(CheckpointStore(made.parent), url)
+    folder = made_at(target, made)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})
     else:
         say(f"{folder} is step {forked.step} of the new run {forked.run_id}; resume it with")
-        say(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
+        say(f"  {flags_to_resume(target)}")
     return 0
 
 

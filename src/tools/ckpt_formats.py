@@ -1,23 +1,36 @@
-"""The commands `ckpt export` and `ckpt import`: checkpoints in the formats of other programs."""
+"""The commands `ckpt export`, `ckpt import` and `ckpt average`: exchange with other programs."""
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
+from cairn.checkpoint.tiers import Tier
 from cairn.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
 from cairn.formats.base import WEIGHT_DTYPES
 from cairn.formats.transfer.export_folder import Exports, InTheWay, refuse_options
 from cairn.run.errors import UsageError
+from cairn.run.files import make_folders, write_atomic
 from cairn.run.machine import bytes_of
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_output import print_json, say
-from cairn.tools.ckpt_paths import store_in
-from cairn.tools.ckpt_remote import foreign, local, local_target, name_of, place
+from cairn.tools.ckpt_places import (
+    flags_to_resume,
+    foreign,
+    local,
+    made_at,
+    name_of,
+    new_folder,
+    new_run,
+    place,
+    run_at,
+    step_in,
+    temporary_folder,
+)
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
@@ -28,7 +41,9 @@ def add_export(command: argparse.ArgumentParser) -> None:
         help="a step_N folder, or an output folder (its newest good step), or the URL of one",
     )
     command.add_argument(
-        "out", type=local_target, help="the folder to make; it appears when all of it is written"
+        "out",
+        type=place,
+        help="the folder to make, which appears when all of it is written, or the URL of a new prefix",
     )
     command.add_argument(
         "--all",
@@ -82,17 +97,18 @@ def export_step(arguments: argparse.Namespace) -> int:
     if arguments.all:
         return _export_all(arguments, Exports(arguments.out, arguments.format, options))
     out = arguments.out
-    with local(arguments.step, newest=True, near=out) as place, progress_bars() as stage:
-        step = step_in(place)
-        found = export(
-            step,
-            out,
-            arguments.format,
-            options,
-            check=not arguments.no_verify,
-            logits=arguments.logits,
-            stage=stage,
-        )
+    with local(arguments.step, newest=True, near=out) as found_at, new_folder(out) as folder:
+        step = step_in(found_at)
+        with progress_bars() as stage:
+            found = export(
+                step,
+                folder,
+                arguments.format,
+                options,
+                check=not arguments.no_verify,
+                logits=arguments.logits,
+                stage=stage,
+            )
         not_exported = left_out_of(step, arguments.format)
     name = name_of(arguments.step, step)
     if arguments.json:
@@ -118,50 +134,74 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
     Raises:
         UsageError: there are no steps, or something else is where one belongs; nothing was written.
     """
-    from cairn.formats.transfer.export_step import export_into, left_out_of
-
-    if isinstance(arguments.step, str):
-        raise UsageError(f"{arguments.step}: --all takes a local folder; export steps of a URL one by one")
-    if (arguments.step / FILE_NAME).exists():
+    if isinstance(arguments.out, str):
+        raise UsageError(f"{arguments.out}: --all writes to a local folder; export steps to a URL one by one")
+    if isinstance(arguments.step, Path) and (arguments.step / FILE_NAME).exists():
         raise UsageError(f"{arguments.step}: is a single step; --all takes an output folder, or checkpoints")
     refuse_options(exports.name, exports.options)
-    store = store_in(arguments.step)
-    steps = store.steps()
+    tier = run_at(arguments.step)
+    with temporary_folder(arguments.out) as room:
+        return _export_steps(arguments, exports, tier, room)
+
+
+def _export_steps(arguments: argparse.Namespace, exports: Exports, tier: Tier, room: Path) -> int:
+    """Export all steps of a tier, one after the other.
+
+    Args:
+        room: a temporary folder.
+    """
+    from cairn.formats.transfer.export_step import export_into, left_out_of
+
+    def known(step: int) -> Path:
+        """A folder with what is known of a step without reading all of it: at least its manifest."""
+        if isinstance(tier, CheckpointStore):
+            return tier.folder(step)
+        folder = room / f"step_{step}"
+        make_folders(folder)
+        write_atomic(folder / FILE_NAME, tier.manifest(step).to_json())
+        return folder
+
+    steps = tier.steps()
     for step in steps:
         try:
-            exports.is_done(store.folder(step))
+            exports.is_done(known(step))
         except InTheWay as error:
             raise UsageError(str(error)) from None
         except CheckpointError:  # it is reported when its turn comes
             pass
     results: list[dict[str, Any]] = []
 
-    def report(step: int, *, found: str | None = None, problem: str | None = None) -> None:
+    def report(
+        step: int, left_out: Sequence[str] = (), *, found: str | None = None, problem: str | None = None
+    ) -> None:
         out = exports.folder_of(step)
-        left_out = left_out_of(store.folder(step), arguments.format) if found else []
-        row = {"step": step, "folder": str(out), "check": found, "problem": problem, "left_out": left_out}
-        results.append(row)
+        row = {"step": step, "folder": str(out), "check": found, "problem": problem}
+        results.append({**row, "left_out": list(left_out)})
         if not arguments.json:
-            say(f"{store.folder(step)}: NOT EXPORTED: {problem}" if problem else f"{out}: {found}")
+            say(f"{tier.name_of(step)}: NOT EXPORTED: {problem}" if problem else f"{out}: {found}")
             for line in left_out:
                 say(f"left out: {line}")
 
-    with progress_bars() as bars:
-        for step in steps:
-
-            def stage(name: str, total: int, step: int = step) -> Callable[[int], None]:
-                return bars(f"step {step}: {name}", total)
-
-            try:
-                with exports.alone():
-                    if exports.is_done(store.folder(step)):
-                        report(step, found="was there already")
-                        continue
-                    check = not arguments.no_verify
-                    how = {"check": check, "logits": arguments.logits}
-                    report(step, found=export_into(exports, store.folder(step), **how, stage=stage))
-            except (CheckpointError, OSError) as error:
-                report(step, problem=str(error))
+    for step in steps:
+        try:
+            with exports.alone():
+                if exports.is_done(known(step)):
+                    local_step = known(step) if isinstance(tier, CheckpointStore) else None
+                    left_out = left_out_of(local_step, exports.name) if local_step else []
+                    report(step, left_out, found="was there already")
+                    continue
+                given = known(step) if isinstance(tier, CheckpointStore) else tier.name_of(step)
+                with local(given, near=exports.folder_of(step)) as folder, progress_bars() as bars:
+                    found = export_into(
+                        exports,
+                        folder,
+                        check=not arguments.no_verify,
+                        logits=arguments.logits,
+                        stage=lambda name, total: bars(f"step {step}: {name}", total),  # noqa: B023
+                    )
+                    report(step, left_out_of(folder, exports.name), found=found)
+        except (CheckpointError, OSError) as error:
+            report(step, problem=str(error))
     if arguments.json:
         print_json(results)
     return 1 if any(result["problem"] for result in results) else 0
@@ -173,7 +213,7 @@ def add_import(command: argparse.ArgumentParser) -> None:
         "source", type=place, help="a checkpoint of another program: a folder or a file, or its URL"
     )
     command.add_argument(
-        "output_dir", type=local_target, help="output folder of the new run, without checkpoints"
+        "output_dir", type=place, help="output folder of the new run, without checkpoints, or the URL for it"
     )
     command.add_argument(
         "--format", choices=sorted(FORMATS), help="the source's format (default: by the names of its files)"
@@ -213,19 +253,21 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
         raise UsageError(f"{source}: has none of the formats {', '.join(FORMATS)}")
     if not arguments.json:
         say(f"{source} has the format {name}{'' if arguments.format else ', by its files'}")
-    with progress_bars() as stage:
+    with new_run(output_dir) as run:
         try:
-            folder, manifest, content = import_checkpoint(
-                source,
-                output_dir,
-                name,
-                model=model,
-                weights_only=arguments.weights_only,
-                check=not arguments.no_verify,
-                stage=stage,
-            )
+            with progress_bars() as stage:
+                made, manifest, content = import_checkpoint(
+                    source,
+                    run,
+                    name,
+                    model=model,
+                    weights_only=arguments.weights_only,
+                    check=not arguments.no_verify,
+                    stage=stage,
+                )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
+    folder = made_at(output_dir, made)
     weights_only = manifest.parts == ["model"]
     if arguments.json:
         print_json(
@@ -249,33 +291,87 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
     for key, value in content.settings.items():
         say(f"the source's {key}: {value}")
     if weights_only:
-        say(f"{folder} holds weights only; start a run from them with")
-        say(f"  --model.name {folder}")
+        of_url = " a local copy of" if isinstance(output_dir, str) else ""
+        say(f"{folder} holds weights only; start a run from{of_url} them with")
+        say(f"  --model.name {folder if isinstance(folder, Path) else 'COPY/checkpoints/' + made.name}")
         if content.critic is not None:
             say(f"  --trainer.critic.model {folder}  # its critic, for one that the run shall have")
     else:
         say(f"{folder} is step {manifest.step} of the new run {manifest.run_id}; resume it with")
-        say(f"  --output-dir {output_dir} --ckpt.resume latest")
+        say(f"  {flags_to_resume(output_dir)}")
         if content.critic is not None:
             say("  --trainer.critic --orchestrator.advantage.type gae  # it has a critic, which goes on, too")
     return 0
 
 
-def step_in(path: Path) -> Path:
-    """The step in `path`, or the newest good one of a run.
+def add_average(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt average`."""
+    command.add_argument(
+        "steps", type=place, nargs="+", metavar="step", help="step_N folders or their URLs, two or more"
+    )
+    command.add_argument(
+        "out",
+        type=place,
+        help="the folder to make, which appears when all of it is written, or the URL of a new prefix",
+    )
+    kinds = command.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--weights",
+        type=_numbers,
+        metavar="W,W,...",
+        help="the weight of each step, such as 1,2,1 (default: all the same); they are divided by their sum",
+    )
+    kinds.add_argument(
+        "--ema",
+        type=_decay,
+        metavar="DECAY",
+        help="exponential moving average over the steps in the order given, such as 0.9",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=sorted(WEIGHT_DTYPES),
+        help="data type of the weights (default: as in the last step)",
+    )
+    add_shards(command)
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the result back to compare it with the average"
+    )
 
-    Raises:
-        UsageError: there is none.
-    """
-    if (path / FILE_NAME).exists():
-        return path
-    for root in (path / "checkpoints", path):
-        folder, passed_over = CheckpointStore(root).newest_good(content=False)
-        for problem in passed_over:
-            say(f"passed over: {problem}")
-        if folder is not None:
-            return folder
-    raise UsageError(f"{path}: is no checkpoint, and there are none in it")
+
+def average(arguments: argparse.Namespace) -> int:
+    """Run `ckpt average`."""
+    with contextlib.ExitStack() as downloaded:
+        places = [
+            downloaded.enter_context(local(place, newest=True, near=arguments.out))
+            for place in arguments.steps
+        ]
+        return _average([step_in(place) for place in places], arguments)
+
+
+def _average(steps: list[Path], arguments: argparse.Namespace) -> int:
+    from cairn.formats.transfer.average import average_steps, ema_weights  # imports torch
+
+    out = arguments.out
+    weights = arguments.weights or [1.0] * len(steps)
+    if arguments.ema is not None:
+        weights = ema_weights(len(steps), arguments.ema)
+    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size)
+    with new_folder(out) as folder, progress_bars() as stage:
+        found = average_steps(steps, weights, folder, options, check=not arguments.no_verify, stage=stage)
+    shares = [weight / sum(weights) for weight in weights]
+    names = [name_of(given, step) for given, step in zip(arguments.steps, steps, strict=True)]
+    if arguments.json:
+        content = {"steps": names, "weights": shares, "folder": str(out)}
+        print_json({**content, "check": found})
+        return 0
+    for name, share in zip(names, shares, strict=True):
+        say(f"{share:8.4f}  {name}")
+    say(
+        f"{out} is a Hugging Face directory with their average ({found}): weights only, no optimiser's state;"
+    )
+    of_url = "a local copy" if isinstance(out, str) else out
+    say(f"a new run begins from them with --model.name {of_url}")
+    return 0
 
 
 def _bytes_of(text: str) -> int:
@@ -283,3 +379,23 @@ def _bytes_of(text: str) -> int:
         return bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of weights; give one such as 1,2,1")
+    return numbers
+
+
+def _decay(text: str) -> float:
+    try:
+        decay = float(text)
+    except ValueError:
+        decay = -1.0
+    if not 0 <= decay < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no decay; give a number from 0 to below 1")
+    return decay

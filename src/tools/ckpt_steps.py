@@ -1,83 +1,245 @@
-"""The commands `ckpt average` and `ckpt copy`: what is made of whole steps."""
+"""The commands `ckpt list`, `ckpt prune` and `ckpt copy`: the steps of a run, and what keeps each of them."""
 
 import argparse
-import contextlib
+import sys
 from pathlib import Path
 
-from cairn.formats import WriteOptions
-from cairn.formats.base import WEIGHT_DTYPES
-from cairn.run.errors import UsageError
+from pydantic import ValidationError
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.retention import OF_SPIKES, WAITING, Spare, add_spared, prune, reasons_to_keep
+from cairn.checkpoint.store import CheckpointStore, OneStep
+from cairn.checkpoint.tiers import Tier
+from cairn.config.ckpt import CkptConfig
+from cairn.formats.transfer.export_folder import run_exports
+from cairn.remote.uploads import RunUploads
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.jsonlines import as_object
 from cairn.run.progress import progress_bars
-from cairn.tools.ckpt_formats import add_shards, step_in
-from cairn.tools.ckpt_output import print_json, say
-from cairn.tools.ckpt_remote import local, local_target, name_of, place, receive, upload
+from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
+from cairn.tools.ckpt_places import (
+    STORE_HELP,
+    attempt_id,
+    local,
+    name_of,
+    place,
+    receive,
+    run_at,
+    run_config,
+    step_in,
+    tier_at,
+    tier_for_copies,
+)
 
 
-def add_average(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt average`."""
-    command.add_argument(
-        "steps", type=place, nargs="+", metavar="step", help="step_N folders or their URLs, two or more"
-    )
-    command.add_argument(
-        "out", type=local_target, help="the folder to make; it appears when all of it is written"
-    )
-    kinds = command.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--weights",
-        type=_numbers,
-        metavar="W,W,...",
-        help="the weight of each step, such as 1,2,1 (default: all the same); they are divided by their sum",
-    )
-    kinds.add_argument(
-        "--ema",
-        type=_decay,
-        metavar="DECAY",
-        help="exponential moving average over the steps in the order given, such as 0.9",
-    )
-    command.add_argument(
-        "--dtype",
-        choices=sorted(WEIGHT_DTYPES),
-        help="data type of the weights (default: as in the last step)",
-    )
-    add_shards(command)
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the result back to compare it with the average"
-    )
+def add_list(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt list`."""
+    command.add_argument("path", type=place, help=STORE_HELP)
+    command.add_argument("--metric", help="show this metric as well, such as eval/NAME/reward")
 
 
-def average(arguments: argparse.Namespace) -> int:
-    """Run `ckpt average`."""
-    with contextlib.ExitStack() as downloaded:
-        places = [
-            downloaded.enter_context(local(place, newest=True, near=arguments.out))
-            for place in arguments.steps
-        ]
-        return _average([step_in(place) for place in places], arguments)
-
-
-def _average(steps: list[Path], arguments: argparse.Namespace) -> int:
-    from cairn.formats.transfer.average import average_steps, ema_weights  # imports torch
-
-    out = arguments.out
-    weights = arguments.weights or [1.0] * len(steps)
-    if arguments.ema is not None:
-        weights = ema_weights(len(steps), arguments.ema)
-    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size)
-    with progress_bars() as stage:
-        found = average_steps(steps, weights, out, options, check=not arguments.no_verify, stage=stage)
-    shares = [weight / sum(weights) for weight in weights]
-    names = [name_of(given, step) for given, step in zip(arguments.steps, steps, strict=True)]
+def list_steps(arguments: argparse.Namespace) -> int:
+    """Run `ckpt list`."""
+    tier, step = tier_at(arguments.path)
+    rows = tier.rows(arguments.metric, _kept_by(arguments.path, tier))
+    if step is not None:
+        rows = [row for row in rows if row["step"] == step]
+        if not rows:
+            raise CheckpointError(f"{tier}: there is no step {step}")
+    known = sorted({name for row in rows for name in row.get("metrics", {})})
+    if arguments.metric and arguments.metric not in known:
+        raise UsageError(
+            f"--metric {arguments.metric}: no step has it; there are {', '.join(known) or 'none'}"
+        )
     if arguments.json:
-        content = {"steps": names, "weights": shares, "folder": str(out)}
-        print_json({**content, "check": found})
+        print_json(rows)
         return 0
-    for name, share in zip(names, shares, strict=True):
-        say(f"{share:8.4f}  {name}")
-    say(
-        f"{out} is a Hugging Face directory with their average ({found}): weights only, no optimiser's state;"
-    )
-    say(f"a new run begins from them with --model.name {out}")
+    print_list(rows, arguments.metric)
     return 0
+
+
+def _kept_by(given: Path | str, tier: Tier) -> dict[int, list[str]]:
+    """Why the run's rules keep each step, as far as rules and pins can be read; nothing if there are none."""
+    if not isinstance(given, Path) or not isinstance(tier, CheckpointStore) or isinstance(tier, OneStep):
+        return {}  # the rules lie in the run directory
+    rules, pinned = CkptConfig(), set[int]()
+    try:
+        rules = _rules(given)
+        pinned = tier.pins()
+    except CairnError as error:
+        say(f"warning: the retention rules or pins can't be read: {error}", file=sys.stderr)
+    _check_metric(tier, rules)
+    kept = reasons_to_keep(tier.measured(rules.metric if rules.keep_best else None), rules, pinned)
+    add_spared(kept, _spares(given, tier, rules))
+    return kept
+
+
+def add_prune(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt prune`."""
+    command.add_argument(
+        "path", type=place, help="an output folder, its checkpoints folder, or the URL of a run"
+    )
+    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    command.add_argument(
+        "--pin",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="first pin these steps, to keep them for ever",
+    )
+    command.add_argument(
+        "--unpin", type=int, nargs="+", default=[], metavar="N", help="first remove the pins of these steps"
+    )
+    command.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="also delete steps that were set aside when the run went back",
+    )
+    for name in ("last", "every", "best"):
+        command.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
+    command.add_argument("--metric", help="as in [ckpt]; default: the run's")
+    command.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
+
+
+def prune_steps(arguments: argparse.Namespace) -> int:
+    """Run `ckpt prune`."""
+    tier = run_at(arguments.path)
+    if isinstance(tier, CheckpointStore):
+        rules, spares = _of_run(arguments, tier)
+    else:
+        rules, spares = _of_arguments(arguments), {}
+    pinned = (tier.pins() | set(arguments.pin)) - set(arguments.unpin)
+    with tier.alone():
+        report = prune(
+            tier,
+            rules,
+            pinned,
+            spares=spares,
+            abandoned=arguments.abandoned,
+            dry_run=arguments.dry_run,
+        )
+    if arguments.json:
+        print_json(report)
+    else:
+        print_prune(report)
+    return 1 if report["failed"] else 0
+
+
+def _of_run(arguments: argparse.Namespace, store: CheckpointStore) -> tuple[CkptConfig, dict[str, Spare]]:
+    """The rules of the run around local steps, and what else it needs; pins are changed as the arguments say.
+
+    Raises:
+        UsageError: a step to pin does not exist, or the rules contradict each other.
+    """
+    for step in [*arguments.pin, *arguments.unpin]:
+        if step not in store.steps():
+            raise UsageError(f"--pin/--unpin {step}: no such step in {store.root}")
+    if not arguments.dry_run:
+        for step in arguments.pin:
+            store.set_pin(step, True)
+        for step in arguments.unpin:
+            store.set_pin(step, False)
+    rules = _rules_by(arguments, _rules(arguments.path))
+    _check_metric(store, rules)
+    return rules, _spares(arguments.path, store, rules)
+
+
+def _of_arguments(arguments: argparse.Namespace) -> CkptConfig:
+    """The rules for steps below a URL: those in the arguments alone.
+
+    Raises:
+        UsageError: an argument makes sense for local steps only, or there is no rule.
+    """
+    for name in ("pin", "unpin"):
+        if getattr(arguments, name):
+            raise UsageError(
+                f"--{name}: is for a run directory, and {arguments.path} is a URL; a run's pins go there "
+                "with the next step that it uploads"
+            )
+    rules = _rules_by(arguments, CkptConfig())
+    if rules.keep_last is None and rules.keep_best is None and not arguments.abandoned:
+        raise UsageError(
+            f"{arguments.path}: the run's rules are not there, so give --keep-last or --keep-best; without "
+            "either, all steps are kept"
+        )
+    return rules
+
+
+def _rules_by(arguments: argparse.Namespace, rules: CkptConfig) -> CkptConfig:
+    """These rules, with what the arguments say in place of theirs.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    given = {
+        key: value
+        for key in ("keep_last", "keep_every", "keep_best", "metric", "mode")
+        if (value := getattr(arguments, key)) is not None
+    }
+    if given.get("metric") not in (None, rules.metric):
+        given["metric_interval"] = None
+    try:
+        return CkptConfig(**{**rules.model_dump(), **given})
+    except ValidationError as error:
+        raise UsageError(str(error.errors()[0]["msg"])) from None
+
+
+def _rules(path: Path) -> CkptConfig:
+    """The run's retention rules; no rules if there is no run around the checkpoints.
+
+    Raises:
+        CheckpointError: the rules can't be read.
+    """
+    fields = run_config(path).get("ckpt") or {}
+    try:
+        return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
+    except (ValueError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{path}: config.json has no valid section ckpt (the retention rules); repair or remove it"
+        ) from None
+
+
+def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, Spare]:
+    """Which steps that no rule keeps the run around the checkpoints still needs, by the reason.
+
+    They wait to be exported or uploaded, or are what a spike in the next step goes back to.
+    """
+    if rules.export is None and rules.remote is None and not rules.interval:
+        return {}
+    config = run_config(path)
+    last, spares = config.get("max_steps", 0), list[Spare]()
+    if rules.export is not None and rules.export.folder is not None:
+        made = run_exports(rules.export, last=last, attempt=attempt_id(path))
+        spares.append(lambda unkept: made.hold(store, unkept).kept)
+    if rules.remote is not None:
+        uploads = RunUploads(store, rules, last)
+        spares.append(lambda unkept: uploads.hold(unkept).kept)
+    found: dict[str, Spare] = {WAITING: lambda unkept: {step for spare in spares for step in spare(unkept)}}
+    spike = as_object(as_object(config.get("trainer") or config).get("spike"))
+    if spike.get("on_spike") == "rewind" and rules.interval:
+        from cairn.run.rewinds import spared_for_rewinds  # imports more than --help has time for
+
+        found[OF_SPIKES] = lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, rules.interval or 0)
+    return found
+
+
+def _check_metric(store: CheckpointStore, rules: CkptConfig) -> None:
+    """Check that there are results of the evaluation that the rules go by, if they do.
+
+    Raises:
+        CheckpointError: they can't be read.
+        UsageError: there are none.
+    """
+    ratings = store.ratings()
+    if (
+        rules.keep_best
+        and rules.rated_by
+        and rules.metric not in ratings.names
+        and rules.metric_interval is None
+    ):
+        known = ", ".join(name for name in ratings.names if not name.endswith("_ci95")) or "none"
+        raise UsageError(f"--metric {rules.metric}: no step has it; metrics of evaluations here: {known}")
 
 
 def add_copy(command: argparse.ArgumentParser) -> None:
@@ -103,48 +265,22 @@ def copy(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: links are wanted from or to an object store.
     """
-    from cairn.checkpoint.fork import copy_step  # imports numpy, which would slow down --help
-
-    given: Path | str = arguments.step
-    dest: Path | str = arguments.dest
-    folder: Path | str
-    remote = [place for place in (given, dest) if isinstance(place, str)]
-    if arguments.link and remote:
+    given, dest = arguments.step, arguments.dest
+    if arguments.link and (remote := [place for place in (given, dest) if isinstance(place, str)]):
         raise UsageError(f"--link: {remote[0]} is a URL, where no hard links can be; leave out --link")
-    with progress_bars() as stage:
-        if isinstance(dest, str):
-            with local(given, newest=True) as place:
-                step_folder = step_in(place)
-                folder, name = upload(step_folder, dest, stage), name_of(given, step_folder)
-        elif isinstance(given, str):
-            copied = receive(given, dest, stage)
-            folder = copied
-            name = name_of(given, copied)
-        else:
-            step_folder = step_in(given)
-            folder, name = copy_step(step_folder, dest, link=arguments.link, stage=stage), str(step_folder)
+    tier = tier_for_copies(dest)
+    if isinstance(given, str) and isinstance(tier, CheckpointStore):
+        with progress_bars() as stage:  # straight into its place, rather than through a temporary folder
+            copied = receive(given, tier, stage)
+        folder, name = str(copied), name_of(given, copied)
+    else:
+        with local(given, newest=True) as found:
+            step = step_in(found)
+            name = name_of(given, step)
+            with progress_bars() as stage:
+                folder = tier.take(step, str(dest), link=arguments.link, stage=stage)
     if arguments.json:
-        print_json({"step": name, "folder": str(folder), "linked": arguments.link})
+        print_json({"step": name, "folder": folder, "linked": arguments.link})
     else:
         say(f"{folder} is a copy of {name}, and verified")
     return 0
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of weights; give one such as 1,2,1")
-    return numbers
-
-
-def _decay(text: str) -> float:
-    try:
-        decay = float(text)
-    except ValueError:
-        decay = -1.0
-    if not 0 <= decay < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no decay; give a number from 0 to below 1")
-    return decay

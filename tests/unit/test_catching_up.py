@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from stores import make_step
 
 from cairn.checkpoint.eval_metrics import RATINGS
-from cairn.checkpoint.retention import PINS, pins, set_pin
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin, restore_roles
@@ -94,7 +93,7 @@ def test_a_disk_that_is_restored_from_a_copy_gets_its_rows_back(
     backup = run.copy("backup")
     run.run.history.restart("trainer", step=12, reason="died", how="again")
     run.train(attempt, range(13, 23))
-    set_pin(run.store, 15, True)
+    run.store.set_pin(15, True)
     run.train(attempt, [])
     RunFiles(Objects(run.url)).put([run.store.root / PINS])
     shutil.rmtree(run.run.path)
@@ -106,7 +105,7 @@ def test_a_disk_that_is_restored_from_a_copy_gets_its_rows_back(
     assert run.steps() == list(range(1, 21))
     assert run.steps(run.run.evals.path) == list(SAVED)
     assert [event["event"] for event in run.run.history.rows()] == ["attempt", "restart", "attempt"]
-    assert pins(run.store) == {15}
+    assert run.store.pins() == {15}
     said = capsys.readouterr().out
     assert "this disk lacked what" in said
     assert "metrics.jsonl of steps 13 to 20; history.jsonl 1 events; evals.jsonl of steps 15, 20" in said

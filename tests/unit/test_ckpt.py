@@ -14,7 +14,6 @@ import pytest
 from runs import ABOUT, Finished
 from safetensors.numpy import save
 
-from cairn.checkpoint.retention import pins, set_pin
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch import main
@@ -211,12 +210,12 @@ def test_prunes_at_once(store: CheckpointStore):
 
 
 def test_of_pins_that_are_set_at_once_none_is_lost(store: CheckpointStore):
-    threads = [threading.Thread(target=set_pin, args=(store, step, True)) for step in range(8)]
+    threads = [threading.Thread(target=store.set_pin, args=(step, True)) for step in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert pins(store) == set(range(8))
+    assert store.pins() == set(range(8))
 
 
 def test_deleting_a_step_that_somebody_else_deletes(store: CheckpointStore):

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from safetensors.torch import load_file
 from stores import BadNetwork, make_step, s3_bucket
 
+from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
@@ -24,6 +25,7 @@ from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.catalog import summary
 from cairn.remote.uploads import RunUploads
+from cairn.run.progress import no_progress
 
 MANY = 10_000
 
@@ -47,6 +49,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
+        monkeypatch.setattr("cairn.run.progress.lines", lambda *_: no_progress)  # a slow machine prints some
         capsys.readouterr()
         try:
             code = main.ckpt()
@@ -150,7 +153,7 @@ def test_a_copy_claims_the_prefix_before_a_step_is_there(
 
 
 def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path, tmp_path: Path):
-    """Are those of the local steps; what they make is a local folder."""
+    """Are those of the local steps."""
     steps = [commit(tmp_path / "run", model, step) for step in (4, 8)]
     for step in steps:
         assert ckpt("copy", step, url).code == 0
@@ -164,18 +167,54 @@ def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path,
     assert forked.code == 0, forked.output
     assert load_manifest(tmp_path / "fork/checkpoints/step_4").parent.run_id == "run"
     assert ckpt("diff", f"{url}/step_4", steps[0]).code == 0
-    for arguments in [
-        ("export", steps[0], f"{url}/hf"),
-        ("average", *steps, f"{url}/mean"),
-        ("fork", steps[0], f"{url}/fork"),
-        ("import", model, f"{url}/run"),
-    ]:
-        refused = ckpt(*arguments)
-        assert (refused.code, "this is made in a local folder" in refused.output) == (2, True), refused.output
-    refused = ckpt("export", url, tmp_path / "all", "--all")
-    assert (refused.code, "--all takes a local folder" in refused.output) == (2, True)
+    everything = ckpt("export", url, tmp_path / "all", "--all", "--json")
+    assert everything.code == 0, everything.output
+    assert load_file(tmp_path / "all/step_8/model.safetensors").keys() == weights.keys()
+    again = ckpt("export", url, tmp_path / "all", "--all")
+    assert (again.code, again.output.count("was there already")) == (0, 2), again.output
+    refused = ckpt("export", steps[0], f"{url}/all", "--all")
+    assert (refused.code, "--all writes to a local folder" in refused.output) == (2, True)
     refused = ckpt("audit", url)
     assert (refused.code, "give the run's local folder" in refused.output) == (2, True)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_what_commands_make_goes_to_a_url(ckpt, url: str, model: Path, tmp_path: Path, scheme: str):
+    """The same files as in a local folder; and a run that goes on below the URL, or elsewhere."""
+    there = url if scheme == "s3" else f"file://{tmp_path}/bucket"
+    steps = [commit(tmp_path / "run", model, step) for step in (4, 8)]
+    for command, *arguments in [("export", steps[0]), ("average", *steps)]:
+        made = ckpt(command, *arguments, f"{there}/{command}")
+        assert made.code == 0, made.output
+        assert ckpt(command, *arguments, tmp_path / command).code == 0
+        objects = Objects(f"{there}/{command}")
+        local = {path.name: path.read_bytes() for path in (tmp_path / command).iterdir()}
+        assert {name: objects.get(name) for name, _ in objects.list()} == local
+        assert ckpt("diff", f"{there}/{command}", tmp_path / command).code == 0
+        again = ckpt(command, *arguments, f"{there}/{command}")
+        assert (again.code, "has objects already" in again.output) == (2, True)
+    for command, source in [("fork", steps[0]), ("import", model)]:
+        place = f"{there}/{command}"
+        answer = json.loads(ckpt(command, source, place, "--json").output)
+        assert answer["folder"].startswith(f"{place}/step_")
+        assert remote(place).owner() == answer["run_id"]
+        assert ckpt("verify", place).code == 0
+        again = ckpt(command, source, place)
+        assert (again.code, "has checkpoints already" in again.output) == (2, True)
+    assert "--ckpt.remote" in ckpt("fork", steps[0], f"{there}/another").output
+    refused = ckpt("fork", steps[0], f"{there}/linked", "--link")
+    assert (refused.code, "leave out --link" in refused.output) == (2, True)
+
+
+def test_a_large_file_goes_to_a_url_in_parts(url: str, tmp_path: Path):
+    """Larger than a chunk; what arrives is what was read."""
+    (tmp_path / "made/in").mkdir(parents=True)
+    content = np.random.default_rng(1).bytes(CHUNK_BYTES + 7)
+    (tmp_path / "made/in/large").write_bytes(content)
+    objects = Objects(url)
+    objects.put_folder(tmp_path / "made", tmp_path / "sent", no_progress)
+    assert objects.list() == [("in/large", len(content))]
+    assert bytes(objects.read("in/large", 0, len(content))) == content
 
 
 def test_imports_from_there(ckpt, url: str, model: Path, tmp_path: Path):

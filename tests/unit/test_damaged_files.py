@@ -18,7 +18,7 @@ import pytest
 from runs import ABOUT, CONFIGS, REPOSITORY
 
 from cairn.checkpoint.eval_metrics import note, ratings_in, ratings_of
-from cairn.checkpoint.retention import apply_retention, set_pin
+from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
@@ -119,7 +119,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save(store, ledger, step)
             run.forget_batches(step)
     ledger.close()
-    set_pin(store, 2, True)
+    store.set_pin(2, True)
     run.request_stop("SIGTERM")
     write_json(run.servers, ["http://127.0.0.1:8000"])
     return path

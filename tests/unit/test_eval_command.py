@@ -237,9 +237,10 @@ def test_a_damaged_step_is_left_out_and_remote_steps_are_evaluated(
 
 def upload(step: Path, folder: Path) -> None:
     from cairn.run.progress import no_progress
-    from cairn.tools.ckpt_remote import upload as upload_to
+    from cairn.tools.ckpt_places import tier_for_copies
 
-    upload_to(step, f"file://{folder}", no_progress)
+    url = f"file://{folder}"
+    tier_for_copies(url).take(step, url, stage=no_progress)
 
 
 def test_a_damaged_record_of_settings_is_refused_with_advice(run: Path, server: Answering, tmp_path: Path):

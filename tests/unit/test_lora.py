@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny import write_example
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cairn.checkpoint.fork import copy_step
+from cairn.checkpoint.fork import store_of_copies
 from cairn.checkpoint.manifest import CheckpointError, Damaged, check_files, load_manifest
 from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
@@ -36,6 +36,7 @@ from cairn.launch.plan.start import Start
 from cairn.model.hub_layout import hub_layout
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
+from cairn.run.progress import no_progress
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.model import companions
@@ -211,7 +212,8 @@ def test_steps_can_hold_the_base(base: Path, group: RankGroup, tmp_path: Path):
     for name, path in held.items():
         assert (third / name).stat().st_ino == path.stat().st_ino
 
-    moved = copy_step(third, tmp_path / "moved" / "checkpoints")
+    copies = store_of_copies(tmp_path / "moved" / "checkpoints")
+    moved = Path(copies.take(third, "moved", stage=no_progress))
     export(moved, tmp_path / "out", "hf", WriteOptions())
     plain = AutoModelForCausalLM.from_pretrained(moved / "base", dtype=torch.float32)
     opened = PeftModel.from_pretrained(plain, moved / "model").eval()

@@ -15,7 +15,6 @@ from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client.objects import Exists
 from cairn.remote.client.probing import probe
 from cairn.remote.client.upload_journal import Sent
-from cairn.remote.orphans import leftovers
 from cairn.run.errors import CairnError
 
 SERVERS = {"az": azure_server, "gs": google_server}
@@ -82,7 +81,7 @@ def test_what_nobody_owns_is_found(remote: RemoteStore, tmp_path):
         folder, manifest = make_step(tmp_path, step, {"a": b"1"})
         remote.put(folder, manifest, Sent(tmp_path / "sent", manifest))
     remote.objects.delete(["committed/step_4.json"])
-    assert [(left.step, left.names) for left in leftovers(remote)] == [
+    assert [(left.step, left.names) for left in remote.leftovers()] == [
         (4, ("step_4/a", "step_4/manifest.json"))
     ]
 

@@ -19,7 +19,7 @@ from cairn.remote import Objects
 from cairn.run.errors import UsageError
 from cairn.run.progress import no_progress
 from cairn.tools import ckpt
-from cairn.tools.ckpt_remote import upload
+from cairn.tools.ckpt_places import tier_for_copies
 
 EVALS = [{"name": "held_out", "interval": 10, "samples": 4}]
 
@@ -90,7 +90,7 @@ def test_ckpt_lists_and_prunes_by_evaluations(tmp_path: Path, tool: Callable[...
         tool("prune", tmp_path / "run", "--keep-best", 1, "--metric", "eval/b/reward", "--mode", "max")
     away = f"file://{tmp_path / 'away'}"
     for step in store.steps():
-        upload(store.folder(step), away, no_progress)
+        tier_for_copies(away).take(store.folder(step), away, stage=no_progress)
     Objects(away).put(f"run/{RATINGS}", (store.root / RATINGS).read_bytes())
     tool("prune", tmp_path / "run", "--keep-best", 1, *metric, "--mode", "max")
     assert store.steps() == [4, 6]

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from cairn.checkpoint.eval_metrics import ratings_in
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.retention import EARLIER_BEST, SavedStep, reasons_to_keep
+from cairn.checkpoint.retention import EARLIER_BEST, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import SavedStep
 from cairn.config.ckpt import CkptConfig
 from cairn.config.environment import MixedEnvironmentConfig
 from cairn.config.kinds import KINDS

@@ -20,9 +20,9 @@ from stores import BadNetwork, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.retention import PINS, pins, set_pin
+from cairn.checkpoint.retention import prune
 from cairn.checkpoint.step_index import verify
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
@@ -40,7 +40,6 @@ from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
 from cairn.run.object_store import TransientError
-from cairn.tools.ckpt_remote import prune
 
 
 @pytest.fixture(scope="module")
@@ -384,8 +383,8 @@ def test_a_disk_that_is_behind_catches_up(tmp_path: Path):
     for step in (5, 6, 7):
         one.run.metrics.append({"step": step, "attempt": 1})
         two.run.metrics.append({"step": step, "attempt": 2})
-    set_pin(two.store, 8, True)
-    set_pin(one.store, 4, True)
+    two.store.set_pin(8, True)
+    one.store.set_pin(4, True)
     one.run.evals.append({"step": 5})
     one.run.ledger.write_text("of steps 5 to 7")
     remote.objects.put(f"run/{PINS}", b"[8]")
@@ -397,7 +396,7 @@ def test_a_disk_that_is_behind_catches_up(tmp_path: Path):
         (4, 1),
         *((step, 2) for step in (5, 6, 7, 8)),
     ]
-    assert pins(one.store) == {4, 8}
+    assert one.store.pins() == {4, 8}
     (aside,) = one.store.abandoned.glob("overtaken_attempt_1_*")
     assert {path.name for path in aside.iterdir()} == {"metrics.jsonl", "ledger.sqlite"}
     assert not one.run.ledger.exists()
@@ -615,7 +614,7 @@ def test_the_catalog_is_believed_only_of_the_manifest_that_is_there(
     put(remote, *make_step(tmp_path / "two", 6, {"a": b"3"}, metrics={"loss": 2.0}, branch="branch_2"))
     written = json.loads(remote.objects.get("catalog.json") or b"")
     assert [(row["step"], row["metrics"]["loss"]) for row in written] == [(4, 9.0), (6, 2.0)]
-    best = prune(str(remote), CkptConfig(keep_best=1, metric="loss", mode="min"), dry_run=True)
+    best = prune(remote, CkptConfig(keep_best=1, metric="loss", mode="min"), dry_run=True)
     assert best["kept"] == {"6": ["newest", "best"]}
 
 
@@ -740,7 +739,7 @@ class TestUploads:
         """Pinned steps stay there as here."""
         for step in (1, 2, 3, 4):
             make_step(store.root, step, {"a": b"1"})
-        set_pin(store, 1, True)
+        store.set_pin(1, True)
         uploader = self.uploader(store, remote, remote_keep_last=1, remote_keep_every=2)
         for step in (1, 2, 3, 4):
             uploader.upload(step)

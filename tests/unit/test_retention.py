@@ -15,9 +15,10 @@ from runs import ABOUT
 
 from cairn.checkpoint.eval_metrics import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.retention import SavedStep, apply_retention, pins, read_steps, reasons_to_keep, set_pin
+from cairn.checkpoint.retention import apply_retention, reasons_to_keep
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import SavedStep, read_steps
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults
 
@@ -306,12 +307,12 @@ def test_pins_are_kept_until_they_are_taken_away(store: CheckpointStore):
     for step in range(1, 6):
         commit(store, step)
     for step in (2, 4, 3):
-        set_pin(store, step, True)
-    set_pin(store, 3, False)
-    set_pin(store, 5, False)
-    assert pins(CheckpointStore(store.root)) == {2, 4}
+        store.set_pin(step, True)
+    store.set_pin(3, False)
+    store.set_pin(5, False)
+    assert CheckpointStore(store.root).pins() == {2, 4}
     assert apply_retention(CheckpointStore(store.root), config) == [1, 3]
-    set_pin(store, 2, False)
+    store.set_pin(2, False)
     assert apply_retention(store, config) == [2]
     assert store.steps() == [4, 5]
 
@@ -407,7 +408,7 @@ def test_what_else_lies_there_is_left_alone(store: CheckpointStore):
     commit(store, 3)
     (store.root / "step_1_backup").mkdir()
     (store.root / "notes.txt").write_text("mine")
-    set_pin(store, 9, True)
+    store.set_pin(9, True)
     assert apply_retention(store, CkptConfig(keep_last=1)) == [1]
     assert verify(aside / "step_2").step == 2
     assert sorted(os.listdir(store.root)) == [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content, check_size, load_manifest
 from cairn.checkpoint.receipts import make_receipt
 from cairn.checkpoint.tensors.remote_ranges import away_files
@@ -29,8 +29,7 @@ class Carried:
     @classmethod
     def of(cls, source: Path) -> "Carried":
         """The file as it is now, which is read."""
-        size = source.stat().st_size
-        return cls(source, FileEntry.of(size, [chunk_crc(source, k) for k in range(-(-size // CHUNK_BYTES))]))
+        return cls(source, FileEntry.read(source))
 
 
 def carry(

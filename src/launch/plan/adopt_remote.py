@@ -13,8 +13,7 @@ from pathlib import Path
 
 from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.retention import PINS, pins
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.remote import Objects
 from cairn.remote.run_files import Copies, RunFiles
 from cairn.run.attempt import Attempt
@@ -153,7 +152,7 @@ def catch_up(run: RunDirectory, store: CheckpointStore, objects: Objects, attemp
 def _unite_pins(store: CheckpointStore, there: bytes) -> None:
     """Add pins that were uploaded to those here; ones that can't be read are left to whoever needs them."""
     with contextlib.suppress(CheckpointError, ValueError):
-        here = pins(store)
+        here = store.pins()
         wanted = here | set(parse_json(there, list[int]))
         if wanted != here:
             make_folders(store.root)

@@ -5,18 +5,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
+from cairn.checkpoint.manifest import FileEntry
 from cairn.remote.client.listing import Listed, folders, listed
 from cairn.remote.client.upload_body import UploadBody, chunks_of
-from cairn.remote.client.upload_journal import SentParts
+from cairn.remote.client.upload_journal import Listing, Sent, SentParts
 from cairn.run.files import sync
 from cairn.run.object_store import REQUEST_SECONDS, RETRY_SECONDS, Exists, ObjectReader, TransientError, tag
+from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
-    from cairn.checkpoint.manifest import FileEntry
     from cairn.remote.client.multipart import Multipart, Unfinished
     from cairn.remote.client.s3 import S3
     from cairn.remote.client.server_copies import ServerCopies
@@ -102,6 +104,27 @@ class Objects(ObjectReader):
         except _Local as error:
             raise error.cause from None
 
+    def put_folder(self, folder: Path, journal: Path, stage: Stage) -> None:
+        """Put all files of a local folder under their names in it, the largest first.
+
+        Args:
+            journal: a file for notes about what was sent.
+
+        Raises:
+            Damaged: a file was changed meanwhile.
+            OSError: it can't be read.
+        """
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        listing = Listing({path.relative_to(folder).as_posix(): FileEntry.read(path) for path in paths})
+        sent = Sent(journal, listing)
+        done = stage(f"uploading to {self.url}", sum(entry.size for entry in listing.files.values()))
+        for name, entry in sorted(listing.files.items(), key=lambda item: -item[1].size):
+            content = UploadBody(folder / name, entry, on_bytes=done)
+            if entry.size <= CHUNK_BYTES:
+                self.put(name, b"".join(content.pieces()))
+            else:
+                self.put_parts(name, content, sent.parts(name))
+
     def unfinished(self, prefix: str) -> "Sequence[Unfinished]":
         """The uploads in parts that were begun below `prefix`, and neither completed nor aborted.
 
@@ -175,7 +198,7 @@ class Objects(ObjectReader):
         return S3(self.url, self._store, self._retry_seconds)
 
     def _within(self, s3: "S3") -> "tuple[ServerCopies, Multipart]":
-        """Copies with checksums, and uploads that go on where they ended; obstore has neither."""
+        """ServerCopies with checksums, and uploads that go on where they ended; obstore has neither."""
         from cairn.remote.client.multipart import Multipart
         from cairn.remote.client.server_copies import ServerCopies
 
@@ -219,7 +242,7 @@ class Objects(ObjectReader):
 
         self._try(source, lambda: obstore.copy(self._store, source, target))
 
-    def copy_file(self, source: str, target: str, entry: "FileEntry") -> str | None:
+    def copy_file(self, source: str, target: str, entry: FileEntry) -> str | None:
         """Copy an object that should have this content, and return the copy's ETag; None: it is to be sent.
 
         S3 tells whether the copy has the content; other stores copy whatever the object has.

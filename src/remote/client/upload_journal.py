@@ -4,12 +4,13 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.checksums import crc64
-from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.manifest import FileEntry, Manifest
 from cairn.run.files import sync
 
 SYNC_SECONDS = 5.0
@@ -29,6 +30,17 @@ class UnfinishedUpload:
     parts: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Files of a folder that is no step, with their checksums, by name in it."""
+
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> bytes:
+        """Its content."""
+        return json.dumps({name: entry.model_dump() for name, entry in self.files.items()}).encode()
+
+
 class Sent:
     """A local note of the files of a step, and of the parts of large files, that were sent.
 
@@ -37,10 +49,10 @@ class Sent:
 
     Args:
         path: the file of the note; a line that was cut is ignored.
-        manifest: the step's.
+        manifest: the step's, or what lists the files of another folder.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: Manifest | Listing):
         self.path = path
         self._writing = threading.Lock()
         self._synced = time.monotonic()
