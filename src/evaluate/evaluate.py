@@ -22,7 +22,7 @@ from cairn.inference.build import serves_on_gpus
 from cairn.inference.pool.server_list import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import AddressUnusable, ServerFailed
-from cairn.launch.plan.device_defaults import settle
+from cairn.launch.plan.settings import settle
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
 from cairn.orchestrator.evaluation import Evaluation

@@ -18,21 +18,18 @@ from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.jobs.export import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.jobs.upload import finish_uploads
-from cairn.launch.plan.auxiliary_models import with_models_beside
-from cairn.launch.plan.colocated_memory import share_memory
-from cairn.launch.plan.device_defaults import settle
-from cairn.launch.plan.epochs import with_steps
+from cairn.launch.plan.colocation import share_memory
+from cairn.launch.plan.environments import Checked, check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import check_bases, context_of, gpus_of_servers, with_servers
 from cairn.launch.plan.gpu_assignment import check_torch, placed, torch_without_cuda
 from cairn.launch.plan.memory_check import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan.model import model_to_serve, resolve_model
+from cairn.launch.plan.other_models import Teachers, with_models_beside
 from cairn.launch.plan.preflight import preflight
-from cairn.launch.plan.problems import Checked, check_orchestrator, facts_of
-from cairn.launch.plan.rating import with_ratings
 from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.plan.remote_start import replaced, with_remote
+from cairn.launch.plan.settings import settle, with_ratings, with_steps
 from cairn.launch.plan.start import Start, StartDamaged, choose_start, damaged_start, ended_early, is_complete
-from cairn.launch.plan.teachers import Teachers
 from cairn.launch.preemption import asking
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.roles import RoleStart, run_orchestrator

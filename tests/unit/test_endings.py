@@ -18,7 +18,7 @@ from cairn.config.scheduler import SchedulerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.exit_report import what_next
-from cairn.launch.plan.epochs import with_steps
+from cairn.launch.plan.settings import with_steps
 from cairn.run import imports
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

@@ -13,8 +13,8 @@ from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.launch.plan.environments import PROBLEMS, check_orchestrator, facts_of
 from cairn.launch.plan.preflight import Subject, look
-from cairn.launch.plan.problems import PROBLEMS, check_orchestrator, facts_of
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.lengths import context_by, look_at_prompts
 from cairn.run.errors import UsageError

@@ -14,7 +14,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.plan.rating import with_ratings
+from cairn.launch.plan.settings import with_ratings
 from cairn.remote import Objects
 from cairn.run.errors import UsageError
 from cairn.run.progress import no_progress

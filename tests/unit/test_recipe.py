@@ -29,8 +29,8 @@ from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import begin
-from cairn.launch.plan.epochs import with_steps
 from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
+from cairn.launch.plan.settings import with_steps
 from cairn.launch.plan.start import Start
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText

@@ -25,10 +25,9 @@ from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch.attempt import begin
+from cairn.launch.attempt import begin, claim
 from cairn.launch.plan.remote_start import with_remote
 from cairn.launch.plan.start import Start, choose_start
-from cairn.launch.remote_lease import claim
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client import objects
 from cairn.remote.client.listing import Listed

@@ -19,8 +19,8 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerConfig
 from cairn.inference import vllm_command
 from cairn.launch import commands, main
-from cairn.launch.plan.device_defaults import OPEN, REASONS, settle
 from cairn.launch.plan.recipe import plan_recipe
+from cairn.launch.plan.settings import OPEN, REASONS, settle
 from cairn.launch.ray import gpus as ray_gpus
 from cairn.run.errors import UsageError
 from cairn.run.exits import RoleFailed

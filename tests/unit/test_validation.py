@@ -17,8 +17,8 @@ from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.step_folder import TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig
-from cairn.launch.plan.rating import with_ratings
 from cairn.launch.plan.recipe import plan_recipe
+from cairn.launch.plan.settings import with_ratings
 from cairn.launch.plan.start import Start, ended_early, is_complete
 from cairn.run.attempt import Attempt
 from cairn.run.data_sets import BadRecord, every, examine, load_records

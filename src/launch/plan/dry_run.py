@@ -20,19 +20,16 @@ from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
 from cairn.launch.jobs.export import exports_in_words, with_exports
-from cairn.launch.plan.auxiliary_models import check_beside
-from cairn.launch.plan.colocated_memory import share_memory
-from cairn.launch.plan.device_defaults import settle
-from cairn.launch.plan.epochs import with_steps
+from cairn.launch.plan.colocation import share_memory
+from cairn.launch.plan.environments import check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import context_of
 from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.memory_check import Uncountable, serving_needs, training_needs
 from cairn.launch.plan.memory_estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.plan.model import described, foreign_format
+from cairn.launch.plan.other_models import check_beside, check_source
 from cairn.launch.plan.preflight import preflight
-from cairn.launch.plan.problems import check_orchestrator, facts_of
-from cairn.launch.plan.rating import with_ratings
-from cairn.launch.plan.teachers import check_source
+from cairn.launch.plan.settings import settle, with_ratings, with_steps
 from cairn.launch.ray.gpus import cluster_of
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError

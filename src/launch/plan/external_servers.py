@@ -12,7 +12,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.base_model import differing_files
 from cairn.inference.client import InferenceClient, ServerStatus
-from cairn.launch.plan.device_defaults import settle
+from cairn.launch.plan.settings import settle
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Machine

@@ -12,8 +12,8 @@ from cairn.config.critic import critic_problem
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
 from cairn.formats import FORMATS
-from cairn.launch.plan.auxiliary_models import check_models_beside
 from cairn.launch.plan.model import foreign_format
+from cairn.launch.plan.other_models import check_models_beside
 from cairn.launch.plan.preflight import look_at_records
 from cairn.launch.plan.start import Start
 from cairn.model.adapters import base_of_adapter, held_base
