@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.config.evaluate import EvaluateConfig
+from cairn.config.inference import InferenceConfig
 from cairn.evaluate.policies import SERVED, Policy
-from cairn.inference.build import installed_build
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.server import Server
-from cairn.launch.plan.gpu_assignment import placed_server, use_gpus
-from cairn.launch.plan.memory_check import refuse_what_can_not_be_served
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED
-from cairn.run.machine import this_machine
 from cairn.run.messages import PolicyName
 from cairn.run.recipe import model_of
 from cairn.run.waiting import run_async
@@ -64,21 +61,23 @@ class Servers(Protocol):
 class OwnServer:
     """A server that is started for the first policy, and again for one that has another architecture."""
 
-    def __init__(self, config: EvaluateConfig, folder: Path, tell: Callable[[str], None]):
-        """Choose its GPUs and its port.
+    def __init__(
+        self,
+        config: InferenceConfig,
+        folder: Path,
+        check: Callable[[Path], None],
+        tell: Callable[[str], None],
+    ):
+        """Choose its port.
 
-        Raises:
-            UsageError: there are too few GPUs, or one is not there.
+        Args:
+            folder: for its log.
+            check: is called with a model's folder before a server is started for it.
         """
-        machine = this_machine()
-        build = installed_build()
-        inference = placed_server(config.inference, machine, build, "--inference.")
-        use_gpus(inference.gpus)
-        if "port" not in config.inference.model_fields_set:
-            inference = inference.model_copy(update={"port": free_port(inference.host)})
-        self._config = inference
-        self._machine = machine
-        self._checks_memory = build == "gpu"
+        if "port" not in config.model_fields_set:
+            config = config.model_copy(update={"port": free_port(config.host)})
+        self._config = config
+        self._check = check
         self._log = folder / "vllm.log"
         self._tell = tell
         self._server: Server | None = None
@@ -91,8 +90,7 @@ class OwnServer:
         if self._server is not None and (computes != self._computes or not self._server.alive):
             self.close()
         if self._server is None:
-            if self._checks_memory:
-                refuse_what_can_not_be_served(str(model), self._config, self._machine, "--inference.")
+            self._check(model)
             self._tell(f"starting an inference server; its log: {self._log}")
             self._server = server = Server(self._config, str(model), self._log)
             try:

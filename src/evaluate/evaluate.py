@@ -5,33 +5,24 @@ import json
 import re
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.config.evaluate import EvaluateConfig
-from cairn.config.evaluation import EvalConfig
-from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.rl import RLConfig
 from cairn.evaluate.eval_server import GivenServers, OwnServer, Servers
-from cairn.evaluate.policies import Policy, policies_of
+from cairn.evaluate.policies import Policy
 from cairn.evaluate.results import EvalFolder
-from cairn.inference.build import serves_on_gpus
 from cairn.inference.pool.server_list import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import AddressUnusable, ServerFailed
-from cairn.launch.plan.settings import settle
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
 from cairn.orchestrator.evaluation import Evaluation
-from cairn.orchestrator.parsers import check_parsers
 from cairn.policy.errors import WeightsRefused
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
-from cairn.run.files import DamagedFile
-from cairn.run.machine import this_machine
 from cairn.run.output import outlive_terminal, printable
 from cairn.run.processes import allow_open_files
 from cairn.run.recipe import (
@@ -44,22 +35,33 @@ from cairn.run.recipe import (
 )
 from cairn.run.signals import on_stop_signals
 from cairn.run.tables import print_table
-from cairn.tools.ckpt_output import print_json
 
-OF_RUN = (
-    "seed", "sampling", "tool_parser", "reasoning_parser", "eval", "reward_threads", "reward_timeout",
-    "reward_retries", "reward_retry_seconds",
-)  # fmt: skip
-"""Settings that are as in the run, if they are not given."""
-OF_SERVER = ("dtype", "head", "max_model_len", "max_num_seqs", "threads", "tensor_parallel", "compile")
-"""Settings of the server, likewise; the rest depends on what else the machine does."""
 RESTARTS = 3
 """How often a server of its own that died is started again without a new result."""
 TELL_EVERY = 10
 """Seconds between two lines about how far an evaluation is."""
 
 
-def evaluate(config: EvaluateConfig) -> int:
+@dataclass(frozen=True)
+class EvalPlan:
+    """What is to be evaluated.
+
+    config: settled, with `eval` as it is asked, and the GPUs of a server that is started. policies: in their
+    order. check: is called with a model's folder before a server is started for it; raises UsageError if it
+    does not fit.
+    """
+
+    config: EvaluateConfig
+    policies: Sequence[Policy]
+    check: Callable[[Path], None]
+
+    def tell(self, text: str) -> None:
+        """Tell the user something, on standard error if the results go to standard output as JSON."""
+        file = sys.stderr if self.config.as_json else sys.stdout
+        print(printable(text), file=file, flush=True)
+
+
+def evaluate(plan: EvalPlan) -> int:
     """`eval`: evaluate policies; returns the exit code.
 
     Raises:
@@ -67,111 +69,31 @@ def evaluate(config: EvaluateConfig) -> int:
         ServerUnavailable: no server answers at a given address.
         RoleFailed: the server that was started fails again and again.
     """
-    tell = partial(_tell, sys.stderr if config.as_json else sys.stdout)
-    policies = policies_of(config)
-    config = _as_in_run(config, policies[0], tell)
-    asked = _evaluations(config)
-    # A file of the orchestrator's names the directory of a run, which may be going on.
-    config = config.model_copy(update={"eval": asked, "output_dir": config.out})
-    check_parsers(config)
-    for one in asked:
-        try:
-            check_environment(config.of_evaluation(one))
-        except (BadEnvironment, EnvironmentFailed) as error:
-            raise UsageError(f"evaluation {one.name!r}: {error}") from None
-    machine = this_machine()
-    config, _ = settle(config, machine, gpu_servers=serves_on_gpus())
+    config, policies = plan.config, plan.policies
     folder = EvalFolder(Path(config.out))
     evaluations: list[Evaluation] = []
     try:
-        evaluations = [Evaluation(config, one) for one in asked]
+        evaluations = [Evaluation(config, one) for one in config.eval]
         folder.agree({one.config.name: _settings(config, one) for one in evaluations})
-        work = _Work(config, folder, evaluations, tell)
+        work = _Work(plan, folder, evaluations)
         allow_open_files()
-        code = work.see_through(policies)
+        code = work.see_through()
     finally:
         for one in evaluations:
             one.environment.close()
         folder.close()
     rows = folder.rows(policies, [one.config.name for one in evaluations])
     if config.as_json:
-        print_json(rows)
+        print(json.dumps(rows, indent=2))
     else:
         _print_results(rows)
-    tell(f"results: {folder.path / 'evals.jsonl'}")
+    plan.tell(f"results: {folder.path / 'evals.jsonl'}")
     for policy, name in {
-        (one.label, each.name): (one, each.name) for one in policies for each in asked
+        (one.label, each.name): (one, each.name) for one in policies for each in config.eval
     }.values():
         if (kept := folder.rollouts(policy, name)).steps():
-            tell(f"answers: uv run rollouts {kept.folder.parent}")
+            plan.tell(f"answers: uv run rollouts {kept.folder.parent}")
     return code
-
-
-# What is asked
-
-
-def _as_in_run(config: EvaluateConfig, policy: Policy, tell: Callable[[str], None]) -> EvaluateConfig:
-    """With the settings of the run that the first policy is of, where none are given."""
-    run = _config_of_run(policy)
-    if run is None:
-        return config
-    given = config.model_fields_set
-    update: dict[str, Any] = {name: getattr(run.orchestrator, name) for name in OF_RUN if name not in given}
-    if "sampling" in given:
-        update["sampling"] = _over(run.orchestrator.sampling, config.sampling)
-    server = {name: getattr(run.inference, name) for name in OF_SERVER}
-    update["inference"] = config.inference.model_copy(
-        update={name: server[name] for name in OF_SERVER if name not in config.inference.model_fields_set}
-    )
-    assert policy.run is not None
-    tell(f"what is not given is as in {policy.run.config}")
-    return config.model_copy(update=update)
-
-
-def _config_of_run(policy: Policy) -> RLConfig | None:
-    """The configuration of the RL run that the policy is of, if its directory is here."""
-    attempt = policy.run.attempt() if policy.run else None
-    if policy.run is None or attempt is None or KINDS.get(attempt.command) is not KINDS["rl"]:
-        return None
-    try:
-        return policy.run.read_config(RLConfig)
-    except DamagedFile as error:
-        raise UsageError(f"{policy.given}: the settings of its run are not known: {error}") from None
-
-
-def _over(section: Any, given: Any) -> Any:
-    """A section of settings, with what is given in another in place of its own."""
-    return section.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})
-
-
-def _evaluations(config: EvaluateConfig) -> list[EvalConfig]:
-    """What to evaluate in.
-
-    Raises:
-        UsageError: nothing is given, or a setting for all evaluations does not fit one of them.
-    """
-    asked = config.eval
-    if config.env is not None:
-        name = re.sub(r"[^A-Za-z0-9_.-]", ".", config.env.called).strip("._-")[-64:].lstrip("._-")
-        asked = [EvalConfig(name=name or "environment", environment=config.env)]
-    if not asked:
-        raise UsageError(
-            "eval needs something to evaluate in: --env.name ENVIRONMENT, or [[eval]] tables in a file "
-            "(eval @ file.toml); those of the run count if the first model is a step of an RL run"
-        )
-    given = {name: getattr(config, name) for name in ("problems", "samples")}
-    found: list[EvalConfig] = []
-    for one in asked:
-        values = one.model_dump() | {name: value for name, value in given.items() if value is not None}
-        if config.temperature is not None:
-            values["sampling"] = values["sampling"] | {"temperature": config.temperature}
-        try:
-            found.append(EvalConfig.model_validate(values))
-        except ValueError as error:
-            problems = getattr(error, "errors", list)()
-            why = problems[0]["msg"].removeprefix("Value error, ") if problems else str(error)
-            raise UsageError(f"evaluation {one.name!r}: {why}") from None
-    return found
 
 
 def _settings(config: OrchestratorConfig, evaluation: Evaluation) -> dict[str, Any]:
@@ -195,33 +117,33 @@ class _Work:
 
     def __init__(
         self,
-        config: EvaluateConfig,
+        plan: EvalPlan,
         folder: EvalFolder,
         evaluations: Sequence[Evaluation],
-        tell: Callable[[str], None],
     ):
-        self.config = config
+        self.plan = plan
+        self.config = plan.config
         self.folder = folder
         self.evaluations = evaluations
-        self.tell = tell
+        self.tell = plan.tell
         self.left_out: dict[str, str] = {}
         """Policies that could not be evaluated, by digest, and why."""
         self._loop = asyncio.Runner()
         self.cancel: Callable[[], object] | None = None
         """Ends what the event loop is doing."""
 
-    def see_through(self, policies: Sequence[Policy]) -> int:
+    def see_through(self) -> int:
         """Evaluate all; returns the exit code.
 
         Raises:
             ServerUnavailable: no server answers at a given address.
             RoleFailed: the server that was started fails again and again.
         """
-        given = self.config.inference_url
+        policies = self.plan.policies
         servers: Servers = (
             GivenServers(self.config, policies)
-            if given
-            else OwnServer(self.config, self.folder.path, self.tell)
+            if self.config.inference_url
+            else OwnServer(self.config.inference, self.folder.path, self.plan.check, self.tell)
         )
         outlive_terminal()
         try:
@@ -353,10 +275,6 @@ class _Progress:
 
 
 # Output
-
-
-def _tell(file: Any, text: str) -> None:
-    print(printable(text), file=file, flush=True)
 
 
 def _print_results(rows: Sequence[dict[str, Any]]) -> None:

@@ -4,15 +4,13 @@ Heavy modules are imported after the command line is parsed, so that --help answ
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cairn.config.cli import load, require
-from cairn.config.shared import CommandConfig
+from cairn.config.cli import COMMANDS, load, require
 from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.imports import importing, saying
 
 if TYPE_CHECKING:
-    from cairn.config.kinds import RunConfig
     from cairn.config.slurm import SlurmConfig
 
 
@@ -41,27 +39,42 @@ def trainer() -> int:
     return _start("trainer")
 
 
-def _start(command: str) -> int:
-    from cairn.config.kinds import KINDS
+def orchestrator() -> int:
+    """`orchestrator @ orch.toml`: only the orchestrator of an RL run, for several machines."""
+    return _start("orchestrator")
+
+
+def inference() -> int:
+    """`inference @ infer.toml`: a vLLM server that outlives runs."""
+    return _start("inference", stopped=0)
+
+
+def eval() -> int:
+    """`eval @ eval.toml --model.name step_N`: evaluate steps of a run, or any models."""
+    return _start("eval")
+
+
+def _start(command: str, stopped: int = EXIT_STOPPED) -> int:
+    """Read the command line of a command with a plan, and start it. `stopped`: its exit code after Ctrl-C."""
 
     def run() -> int:
-        kind = KINDS[command]
-        config = load(kind.config, sys.argv[1:])
+        config = load(COMMANDS[command], sys.argv[1:])
         slurm: SlurmConfig | None = getattr(config, "slurm", None)
         if slurm is not None:
             return _submit(command, config, slurm)
         if config.dry_run:
-            return _plan(command, config)
-        require(config, *kind.needs)
+            with saying("reading the configuration of the model, the machine and the data"):
+                from cairn.launch.commands import start
+
+                return start(command, config)
         with saying("importing PyTorch and Ray"), importing():
             from cairn.launch.commands import start
-
         return start(command, config)
 
-    return answer(run, stopped=EXIT_STOPPED)
+    return answer(run, stopped=stopped)
 
 
-def _submit(command: str, config: "RunConfig", slurm: "SlurmConfig") -> int:
+def _submit(command: str, config: Any, slurm: "SlurmConfig") -> int:
     """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead."""
     from cairn.config.kinds import KINDS
     from cairn.launch.slurm.job import job_of, submit
@@ -73,73 +86,6 @@ def _submit(command: str, config: "RunConfig", slurm: "SlurmConfig") -> int:
     else:
         submit(job)
     return 0
-
-
-def orchestrator() -> int:
-    """`orchestrator @ orch.toml`: only the orchestrator of an RL run, for several machines."""
-    from cairn.config.orchestrator import OrchestratorConfig
-
-    def run() -> int:
-        config = load(OrchestratorConfig, sys.argv[1:])
-        if config.dry_run:
-            return _plan("orchestrator", config)
-        with importing():
-            from cairn.launch.commands import orchestrate
-
-        return orchestrate(config)
-
-    return answer(run, stopped=EXIT_STOPPED)
-
-
-def inference() -> int:
-    """`inference @ infer.toml`: a vLLM server that outlives runs."""
-    from cairn.config.inference import InferenceConfig
-
-    def run() -> int:
-        config = load(InferenceConfig, sys.argv[1:])
-        if config.dry_run:
-            return _plan("inference", config)
-        require(config, "model.name")
-        from cairn.inference.build import installed_build
-        from cairn.inference.server import run as serve
-        from cairn.launch.plan.gpu_assignment import placed_server, use_gpus
-        from cairn.launch.plan.memory_check import refuse_what_can_not_be_served
-        from cairn.launch.plan.model import resolve_model
-        from cairn.run.machine import this_machine
-
-        build = installed_build()  # before a model is fetched
-        machine = this_machine()
-        config = placed_server(config, machine, build)
-        use_gpus(config.gpus)
-        model = resolve_model(config.model)
-        if build == "gpu":
-            refuse_what_can_not_be_served(model, config, machine, "--")
-        return serve(config, model)
-
-    return answer(run, stopped=0)
-
-
-def eval() -> int:
-    """`eval @ eval.toml --model.name step_N`: evaluate steps of a run, or any models."""
-    from cairn.config.evaluate import EvaluateConfig
-
-    def run() -> int:
-        config = load(EvaluateConfig, sys.argv[1:])
-        if config.dry_run:
-            return _plan("eval", config)
-        with saying("importing PyTorch"), importing():
-            from cairn.evaluate.evaluate import evaluate
-
-        return evaluate(config)
-
-    return answer(run, stopped=EXIT_STOPPED)
-
-
-def _plan(command: str, config: CommandConfig) -> int:
-    with saying("reading the configuration of the model, the machine and the data"):
-        from cairn.launch.plan.dry_run import show
-
-        return show(command, config)
 
 
 def ckpt() -> int:

@@ -71,7 +71,7 @@ def test_what_the_other_build_left_is_refused(install: Install, tmp_path: Path):
 
 def test_no_vllm_is_said_before_anything_is_started(install: Install):
     with pytest.raises(UsageError, match=r"vLLM is not installed: `scripts/setup gpu`"):
-        commands.start("rl", RLConfig())
+        commands.start("rl", RLConfig.model_validate({"model": {"name": "nowhere"}}))
 
 
 def test_the_build_here_is_whole():

@@ -25,7 +25,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main
-from cairn.launch.plan import memory_check
+from cairn.launch.plan import memory_check, steps
 from cairn.launch.plan.memory_check import (
     refuse_rank_that_does_not_fit,
     refuse_what_can_not_be_served,
@@ -341,8 +341,8 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(
         "data": {"name": str(data)},
         "output_dir": str(tmp_path / "run"),
     }
-    monkeypatch.setattr(commands, "this_machine", lambda: machine_of("2x0.001G,1T"))
-    monkeypatch.setattr(commands, "torch_without_cuda", lambda: None)
+    monkeypatch.setattr(steps, "this_machine", lambda: machine_of("2x0.001G,1T"))
+    monkeypatch.setattr(steps, "torch_without_cuda", lambda: None)
     monkeypatch.setattr(commands, "begin", lambda *_, **__: pytest.fail("it began"))
     with pytest.raises(UsageError, match=r"^training needs .* MiB a GPU, has 1.0 MiB: .* more --workers"):
         commands.start("sft", SFTConfig.model_validate(settings))

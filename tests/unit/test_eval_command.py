@@ -24,8 +24,8 @@ from cairn.config.cli import load
 from cairn.config.evaluate import EvaluateConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.evaluate.evaluate import evaluate
 from cairn.inference.client import TOKEN_VARIABLE
+from cairn.launch.commands import start
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED
@@ -94,7 +94,7 @@ def run(configuration: OrchestratorConfig, tmp_path_factory: pytest.TempPathFact
 
 def run_eval(server: Answering | None, out: Path, *arguments: object) -> int:
     given = ["--inference-url", server.url] if server else []
-    return evaluate(load(EvaluateConfig, [*map(str, arguments), *given, "--out", str(out)]))
+    return start("eval", load(EvaluateConfig, [*map(str, arguments), *given, "--out", str(out)]))
 
 
 def test_a_step_evaluated_later_gives_the_numbers_of_the_training(
@@ -298,7 +298,7 @@ def test_what_is_refused_before_anything_starts(run: Path, server: Answering, tm
     }
     for message, arguments in refused.items():
         with pytest.raises(UsageError, match=message):
-            evaluate(load(EvaluateConfig, ["--out", str(out), *map(str, arguments)]))
+            start("eval", load(EvaluateConfig, ["--out", str(out), *map(str, arguments)]))
     assert run_eval(server, out, *model, "--problems", 2) == 0
     with pytest.raises(UsageError, match=r"problems = 3, but --out .* has results with 2"):
         run_eval(server, out, *model, "--problems", 3)

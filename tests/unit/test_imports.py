@@ -11,7 +11,8 @@ import cairn
 SOURCES = Path(cairn.__file__).parent
 FLOORS = (
     ("api",),
-    ("launch", "evaluate", "tools"),
+    ("launch",),
+    ("evaluate", "tools"),
     ("trainer", "orchestrator", "inference"),
     ("formats", "policy", "remote"),
     ("model",),
@@ -20,8 +21,6 @@ FLOORS = (
     ("run",),
 )
 """From the top; a room imports from floors below its own."""
-BESIDE = {("launch", "tools"), ("launch", "evaluate"), ("evaluate", "launch"), ("evaluate", "tools")}
-"""Rooms of one floor, the first of which imports from the second: `ckpt` is a command like the others."""
 NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
 """What would keep `--help` from answering at once."""
 
@@ -112,7 +111,7 @@ def upward(arrows: dict[str, set[str]]) -> list[str]:
         for module, others in sorted(arrows.items())
         for other in sorted(others)
         if (here := room(module)) != (there := room(other))
-        if floor[there] <= floor[here] and (here, there) not in BESIDE
+        if floor[there] <= floor[here]
     ]
 
 

@@ -317,7 +317,10 @@ def test_a_loss_that_can_not_be_made_is_refused_before_anything_is_written(
     tmp_path: Path, command: str, config_class: Any
 ):
     folder = tmp_path / "run"
-    config = config_class(loss={"type": "my_mistakes:Mean"}, output_dir=str(folder))
+    data = {"data": {"name": "nowhere.jsonl"}} if command == "sft" else {}
+    config = config_class(
+        model={"name": "nowhere"}, loss={"type": "my_mistakes:Mean"}, output_dir=str(folder), **data
+    )
     with pytest.raises(BadExtension, match="does not extend"):
         start(command, config)
     assert not folder.exists()

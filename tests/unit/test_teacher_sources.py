@@ -204,7 +204,9 @@ def test_a_dry_run_says_what_the_start_would_refuse(
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")
     kept = setting == "critic.model"  # its weights are in the checkpoint; others are read again
-    assert printed(tmp_path / "nowhere", "--ckpt.resume", "auto") == ([] if kept else [error])
+    found = printed(tmp_path / "nowhere", "--ckpt.resume", "auto")
+    damaged = f"error: --ckpt.resume auto: there is no good checkpoint in {step.parent}"
+    assert found == ([damaged] if kept else [error, damaged])
 
 
 @pytest.mark.parametrize("rows", [VOCABULARY - 1, VOCABULARY, VOCABULARY + 26])

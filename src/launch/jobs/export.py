@@ -17,6 +17,7 @@ from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.exits import RoleFailed
 from cairn.run.imports import importing
 from cairn.run.locking import lock
 from cairn.run.process_groups import stop_on_signals
@@ -115,17 +116,18 @@ def set_exports_aside(config: RunConfig, start: Start, name: str) -> None:
         print(f"the exports after step {start.step} are now in {aside}", flush=True)
 
 
-def finish_exports(config: RunConfig) -> str | None:
-    """Export what a complete run still lacks; returns what could not be, in words.
+def finish_exports(config: RunConfig, _run_id: str) -> None:
+    """Export what a complete run still lacks.
 
     Raises:
         UsageError: another process is running in the run directory.
+        RoleFailed: something could not be exported.
     """
     made = exports_of(config, secrets.token_hex(4))
     run = config.run_directory()
     store = CheckpointStore(run.checkpoints)
     if made is None or not made.missing(store):
-        return None
+        return
     lock(run)
     try:
         print(f"the run is complete, but its exports are not: {made.exports.folder} is finished", flush=True)
@@ -137,7 +139,8 @@ def finish_exports(config: RunConfig) -> str | None:
             apply_retention(store, config.ckpt, lambda unkept: made.hold(store, unkept).kept)
     finally:
         run.unlock()
-    return what_is_missing(made, store)
+    if missing := what_is_missing(made, store):
+        raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
 
 
 def what_is_missing(made: RunExports, store: CheckpointStore) -> str | None:

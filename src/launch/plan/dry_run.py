@@ -1,80 +1,66 @@
-"""What --dry-run prints: the configuration, and what it means on the machine."""
+"""What a dry run finds in place of steps that touch disk or network, and what it prints in the end."""
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.cli import require
 from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
-from cairn.config.kinds import KINDS, RunConfig, RunKind
-from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.rl import RLConfig
-from cairn.config.shared import CommandConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import TrainerBase
-from cairn.inference.build import serves_on_gpus
-from cairn.launch.jobs.export import exports_in_words, with_exports
+from cairn.launch.jobs.export import exports_in_words
 from cairn.launch.plan.colocation import share_memory
-from cairn.launch.plan.environments import check_orchestrator, facts_of
+from cairn.launch.plan.environments import facts_of
 from cairn.launch.plan.external_servers import context_of
-from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.memory_check import Uncountable, serving_needs, training_needs
 from cairn.launch.plan.memory_estimate import cache_left, check_serving, check_training, gib, with_cache
-from cairn.launch.plan.model import described, foreign_format
+from cairn.launch.plan.model import described, foreign_format, model_to_serve
 from cairn.launch.plan.other_models import check_beside, check_source
-from cairn.launch.plan.preflight import preflight
-from cairn.launch.plan.settings import settle, with_ratings, with_steps
-from cairn.launch.ray.gpus import cluster_of
+from cairn.launch.plan.preflight import preflight as looked_at
+from cairn.launch.plan.run_plan import Draft, RunPlan
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import CairnError, UsageError
+from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_USAGE
-from cairn.run.machine import Machine, machine_of, this_machine
+from cairn.run.machine import Machine
 
 
-def show(command: str, config: CommandConfig) -> int:
+def report(plan: RunPlan) -> int:
     """Print the resolved configuration as JSON, and for people, on standard error, what it means.
 
     That is what was chosen for the machine and why, an estimate of the memory that is needed, and what the
-    start of a run would say of its data and models.
+    start would say of its checkpoint, data and models.
 
     Returns:
         The exit code: that of a start which would be refused, if one of the lines is an error.
 
     Raises:
-        UsageError: `--machine` is no description of a machine.
+        UsageError: the settings can't be settled.
     """
-    machine = machine_of(config.machine) if config.machine else this_machine()
-    gpu_servers = machine.has_gpus if config.machine else serves_on_gpus()
-    vllm = "gpu" if gpu_servers else "cpu"
-    lines = [f"planned for {in_words(machine)}"]
-    ranks = serving = machine
-    if command in KINDS:
-        kind = KINDS[command]
-        config = with_steps(kind, cast(RunConfig, config), lambda words: lines.append(f"  {words}"))
-        config, placing = placed(kind, with_exports(with_ratings(cast(RunConfig, config))), machine, vllm)
-        ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
-        if placing.in_cluster and not config.machine:
-            ranks = cluster_of(kind.trainer(cast(RunConfig, config)), waits=False)
-        lines += [f"  {words}" for words in [placing.in_words(), exports_in_words(config)] if words]
-    elif command == "inference":
-        config = placed_server(cast(InferenceConfig, config), machine, vllm)
-    settled, choices = settle(config, ranks, gpu_servers=gpu_servers)
-    print(settled.model_dump_json(indent=2), flush=True)
-    for choice in choices:
+    draft = plan.draft
+    if draft.settled is None:
+        raise UsageError(draft.errors[0])
+    lines = [f"planned for {in_words(draft.machine)}", *(f"  {note}" for note in draft.notes)]
+    if draft.placing is not None:
+        about = draft.placing.in_words(), exports_in_words(draft.config)
+        lines += [f"  {words}" for words in about if words]
+    print(draft.settled.model_dump_json(indent=2), flush=True)
+    for choice in draft.choices:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")
-    lines += _memory(command, settled, ranks, serving if gpu_servers else Machine())
-    if command in KINDS:
-        lines += _vocabularies(KINDS[command], cast(RunConfig, settled))
-        lines += _preflight(KINDS[command], cast(RunConfig, settled))
-    elif command == "orchestrator":
-        lines += _environments(cast(OrchestratorConfig, settled))
+    lines += draft.found
+    if draft.missing and draft.command in ("orchestrator", "eval"):
+        lines.append(f"not enough for a start: {draft.missing}")
+    if draft.left_out:
+        lines.append(f"a dry run leaves out: {'; '.join(draft.left_out)}")
+    errors = [f"error: {error}" for error in dict.fromkeys(draft.errors)]
+    lines += [error for error in errors if error not in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
     return EXIT_USAGE if any(line.startswith("error: ") for line in lines) else 0
 
@@ -88,13 +74,16 @@ def in_words(machine: Machine) -> str:
     return f"{gpus or 'no GPU'}, {machine.memory / 2**30:.0f} GiB of memory"
 
 
-def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iterator[str]:
-    """Lines about the memory that the command's roles need.
+def memory(draft: Draft) -> Draft:
+    """Lines about the memory that the command's roles need."""
+    serving = Machine()
+    if draft.gpu_servers:
+        serving = replace(draft.machine, gpus=draft.placing.server) if draft.placing else draft.machine
+    return draft.finding(*_memory(draft, draft.config, serving))
 
-    Args:
-        ranks: with the GPUs that train.
-        serving: with the GPUs of a server that the command starts.
-    """
+
+def _memory(draft: Draft, config: Any, serving: Machine) -> Iterator[str]:
+    """`serving`: with the GPUs of a server that the command starts."""
     name = config.model.name
     if not name:
         yield "no estimate of memory without --model.name"
@@ -105,19 +94,21 @@ def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iter
         yield f"{name} has the format {form}; its weights are converted once, before the start"
         if not (Path(name) / "config.json").is_file():
             folder = config.model.config or folder
-    kind = KINDS.get(command)
+    kind = KINDS.get(draft.command)
     try:
-        if kind and not ranks.memory:
+        if kind and not draft.ranks.memory:
             yield "no estimate for the Ray cluster's machines: --machine names one, such as 8x80G,1T"
         elif kind:
-            yield from _training(folder, kind.trainer(config), ranks, kind.flags("trainer"))
+            yield from _training(folder, kind.trainer(config), draft.ranks, kind.flags("trainer"))
         if serving.has_gpus and kind and kind.sections:
             flags = kind.flags("inference")
             yield from _serving(folder, config.inference, serving, flags, in_turns=config.colocate)
             if config.colocate:
                 yield from _in_turns(folder, config, serving)
-        elif serving.has_gpus and command == "inference":
+        elif serving.has_gpus and draft.command == "inference":
             yield from _serving(folder, config, serving, "--", in_turns=False)
+        elif serving.has_gpus and draft.command == "eval" and draft.own_server:
+            yield from _serving(folder, config.inference, serving, "--inference.", in_turns=False)
     except Uncountable as error:
         yield f"no estimate of memory: {error}"
 
@@ -151,76 +142,75 @@ def _in_turns(folder: str, config: RLConfig, machine: Machine) -> Iterator[str]:
     yield from [f"warning: {shares.warning}"] if shares.warning else []
 
 
-def _vocabularies(kind: RunKind, config: RunConfig) -> Iterator[str]:
-    """What is wrong with the tokens of the models that score a run's batches, or are trained beside it."""
-    trainer, flags = kind.trainer(config), kind.flags("trainer")
-    checks: list[Callable[[Path], None]] = [
+def model(draft: Draft) -> Draft:
+    """With a folder that has the policy's configuration and tokenizer; weights are neither fetched nor made.
+
+    Raises:
+        UsageError: a start would refuse the model.
+    """
+    if not draft.config.model.name:
+        return draft
+    if draft.start is not None and draft.start.folder is not None:
+        return draft.having(model=str(model_to_serve(draft.start.folder, draft.trainer.lora)))
+    folder = described(draft.config.model)
+    return draft.having(model="" if folder is None else str(folder))
+
+
+def teachers(draft: Draft) -> Draft:
+    """Whether the models that score a run's batches have the policy's tokens."""
+    flags = draft.kind.flags("trainer")
+    sources = {column: one for column, one in draft.trainer.teachers.items() if not is_served(one)}
+    if sources and draft.start is not None and draft.start.folder is not None:
+        draft = draft.leaving_out("whether models that score batches are what they were")
+    checks = (
         partial(check_source, source, flag=f"{flags}{WithTeachers.sources_of[column]}")
-        for column, source in trainer.teachers.items()
-        if source != START and not is_served(source)
-    ]
-    checks += [
+        for column, source in sources.items()
+        if source != START
+    )
+    return _with_tokens(draft, *checks)
+
+
+def trained_models(draft: Draft) -> Draft:
+    """Whether the models that are trained with the policy have its tokens; a checkpoint has such models."""
+    config, flags = draft.config, draft.kind.flags("trainer")
+    if draft.start.folder is not None if draft.start else _goes_on(config):
+        return draft
+    checks = (
         partial(check_beside, section, one.model, flags=flags)
-        for section, one in trainer.models_beside.items()
-        if one.model != POLICY_AGAIN and not _goes_on(config)
-    ]
-    if not checks or not config.model.name:
-        return
-
-    def look(policy: Path) -> Iterator[str]:
-        for check in checks:
-            try:
-                check(policy)
-            except UsageError as error:
-                yield f"error: {error}"
-
-    yield from _of_policy(config, look, "whether other models have the policy's tokens")
+        for section, one in draft.trainer.models_beside.items()
+        if one.model != POLICY_AGAIN
+    )
+    return _with_tokens(draft, *checks)
 
 
-def _of_policy(config: RunConfig, look: Callable[[Path], Iterator[str]], what: str) -> Iterator[str]:
-    """What `look` finds in the folder of the policy, or why that can't be known yet; `what`: to be found."""
-    try:
-        policy = described(config.model)
-    except UsageError as error:
-        yield f"error: {error}"
-        return
-    if policy is None:
-        yield f"{what} is found out once its weights are converted"
-        return
-    yield from look(policy)
+def _with_tokens(draft: Draft, *checks: Callable[[Path], None]) -> Draft:
+    if draft.model:
+        return draft.finding(
+            *(line for check in checks for line in refused(partial(check, Path(draft.model))))
+        )
+    if checks and "model" in draft.known and draft.config.model.name:
+        what = "whether other models have the policy's tokens"
+        return draft.finding(f"{what} is found out once its weights are converted")
+    return draft
 
 
-def _environments(config: OrchestratorConfig) -> Iterator[str]:
-    """What the start would say of the environments."""
-    try:
-        check_orchestrator(config)
-    except CairnError as error:
-        yield f"error: {error}"
-
-
-def _preflight(kind: RunKind, config: RunConfig) -> Iterator[str]:
+def preflight(draft: Draft) -> Draft:
     """What the start would say of data and model."""
-    try:
-        require(config, *kind.needs)
-    except UsageError as error:
-        yield f"data and model are not looked at: {str(error).splitlines()[0]}"
-        return
-    yield from _of_policy(config, partial(_looked_at, kind, config), "what the model makes of the data")
-
-
-def _looked_at(kind: RunKind, config: RunConfig, model: Path) -> Iterator[str]:
-    facts: dict[str, Any] = {}
-    if "orchestrator" in kind.roles:
-        of_run = cast(RLConfig, config)
-        urls = of_run.orchestrator.inference_url
-        context = context_of(of_run.orchestrator) if urls else of_run.inference.max_model_len
-        try:
-            facts = facts_of(check_orchestrator(of_run.orchestrator), context, own_server=not urls)
-        except CairnError as error:
-            yield f"error: {error}"
-    found = preflight(kind, config, model, facts)
-    yield from found.notices
-    yield from (f"error: {error}" for error in found.errors)
+    kind, config = draft.kind, draft.config
+    if draft.command == "orchestrator":
+        return draft
+    if draft.missing:
+        return draft.finding(f"data and model are not looked at: {draft.missing}")
+    if not draft.model:
+        what = "what the model makes of the data is found out once its weights are converted"
+        return draft.finding(what) if "model" in draft.known else draft
+    facts: dict[str, Any] = {"records_are_checked": bool(draft.recipe)}
+    if draft.checked is not None:
+        urls = config.orchestrator.inference_url
+        context = context_of(config.orchestrator) if urls else config.inference.max_model_len
+        facts |= facts_of(draft.checked, context, own_server=not urls)
+    found = looked_at(kind, config, Path(draft.model), facts)
+    return draft.finding(*found.notices, *(f"error: {error}" for error in found.errors))
 
 
 def _goes_on(config: RunConfig) -> bool:
@@ -243,3 +233,12 @@ def _verdict(check: Callable[[], list[str]]) -> Iterator[str]:
         yield from (f"warning: {warning}" for warning in check())
     except UsageError as error:
         yield f"error: {error}"
+
+
+def refused(check: Callable[[], object]) -> list[str]:
+    """What a check refuses, as a line of the dry run; empty if nothing."""
+    try:
+        check()
+    except UsageError as error:
+        return [f"error: {error}"]
+    return []

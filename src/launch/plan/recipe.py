@@ -9,12 +9,13 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.config.critic import critic_problem
-from cairn.config.kinds import RunConfig, RunKind
+from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.lora import LoraConfig
 from cairn.formats import FORMATS
 from cairn.launch.plan.model import foreign_format
 from cairn.launch.plan.other_models import check_models_beside
 from cairn.launch.plan.preflight import look_at_records
+from cairn.launch.plan.run_plan import Draft
 from cairn.launch.plan.start import Start
 from cairn.model.adapters import base_of_adapter, held_base
 from cairn.model.described import about_model
@@ -24,8 +25,10 @@ from cairn.run.attempt import Attempt
 from cairn.run.changes import Change, Settings, check_accepted, in_words, measured_anew
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.exits import RoleFailed
 from cairn.run.files import DamagedFile, read_json, write_json
 from cairn.run.imports import importing
+from cairn.run.output import start_logging
 from cairn.run.recipe import (
     NOT_ARCHITECTURE,
     TRAINER,
@@ -38,6 +41,7 @@ from cairn.run.recipe import (
     settings_of,
     tokenizer_of,
 )
+from cairn.run.waiting import wait_for
 
 OF_HEADS = {"architectures", "id2label", "label2id"}
 """What config.json says of the head, which a reward model has in the place of its base's."""
@@ -149,6 +153,49 @@ def finish_recipe(
         for part in ("trainer", "orchestrator"):
             if part in recipe:
                 recipe[part]["date"] = date
+
+
+def wait_for_trainer(draft: Draft) -> Draft:
+    """With the attempt of a trainer in the same output folder, which a separate orchestrator waits for.
+
+    Raises:
+        RoleFailed: there is none in time, or its run needs no separate orchestrator.
+    """
+    start_logging()
+    run = RunDirectory(draft.given.output_dir)
+    print(f"waiting for a trainer in {run.path}", flush=True)
+    attempt = wait_for(
+        run.live_attempt,
+        seconds=draft.given.version_timeout,
+        whom=f"a trainer in {run.path}",
+        setting="--version-timeout",
+    )
+    kind = KINDS[attempt.command]
+    if "orchestrator" in kind.roles or "orchestrator" not in kind.parts:
+        raise RoleFailed(f"{run.path} is a run of {attempt.command}, which needs no separate orchestrator")
+    return draft.having(attempt=attempt)
+
+
+def join(draft: Draft) -> Draft:
+    """With the settings that the roles of a run share as its trainer has them, and its model.
+
+    Raises:
+        UsageError: the orchestrator's part of the recipe does not fit the run's; see `join_recipe`.
+    """
+    assert draft.attempt is not None
+    assert draft.checked is not None
+    trainer = KINDS[draft.attempt.command].trainer(trainers_config(draft))
+    shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt", "teachers")}
+    config = draft.settled.model_copy(update=shared)
+    accepted = {name for ckpt in (draft.settled.ckpt, config.ckpt) if ckpt for name in ckpt.accept_changes}
+    join_recipe(draft.checked.recipe, draft.attempt, config.run_directory(), accepted)
+    return draft.having(config=config, model=trainer.model.name)
+
+
+def trainers_config(draft: Draft) -> Any:
+    """The configuration of the run that a separate orchestrator joins."""
+    assert draft.attempt is not None
+    return RunDirectory(draft.given.output_dir).read_config(KINDS[draft.attempt.command].config)
 
 
 def join_recipe(

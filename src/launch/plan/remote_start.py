@@ -36,6 +36,12 @@ FETCHED = "fetched"
 """Name of the folder in the run directory for a remote step of another run that this run starts from."""
 
 
+def is_remote(config: RunConfig) -> bool:
+    """Whether what a run starts from may be in an object store."""
+    ckpt = config.ckpt
+    return ckpt is not None and bool(ckpt.remote or (ckpt.resume and is_url(ckpt.resume)))
+
+
 def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Path | None]:
     """Bring what is needed here of the step to resume from, if it is in an object store only.
 
@@ -51,7 +57,7 @@ def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Pat
         RemoteError: it fails in a way that may pass.
     """
     ckpt = config.ckpt
-    if ckpt is None or not (ckpt.remote or (ckpt.resume and is_url(ckpt.resume))):
+    if ckpt is None or not is_remote(config):
         return config, None
     run, away = config.run_directory(), None
     make_folders(run.path)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from cairn.config.kinds import KINDS, RunConfig
+from cairn.config.kinds import KINDS
 from cairn.launch.display import StepDisplay
 from cairn.launch.exit_report import (
     RANK_DIED,
@@ -17,6 +17,7 @@ from cairn.launch.exit_report import (
 )
 from cairn.launch.jobs.step_jobs import work_beside
 from cairn.launch.logs import BoundedLogs
+from cairn.launch.plan.run_plan import RunPlan
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.ray.folder import remove_private_folders
 from cairn.launch.supervise.role import OWN_WORKERS, RolePlace
@@ -30,8 +31,8 @@ from cairn.run.process_groups import stop_on_signals
 from cairn.run.signals import say
 
 
-def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:
-    """Start the roles, restart those that die, stop the rest at the end; returns the exit code.
+def run_roles(plan: RunPlan, attempt: Attempt) -> int:
+    """Start the roles of the plan, restart those that die, stop the rest at the end; returns the exit code.
 
     Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
 
@@ -42,6 +43,8 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         KeyboardInterrupt: the user asked to stop a second time.
     """
     outlive_terminal()
+    config, roles = plan.config, plan.roles
+    run: RunDirectory = config.run_directory()
     local_ray = KINDS[attempt.command].trainer(config).ray.address is None
     at_once = threading.Event()
     cut_short: str | None = None

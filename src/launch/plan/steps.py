@@ -1,0 +1,478 @@
+"""The table of steps by which the plan of a command is made, and what each step does.
+
+The order is behaviour: which of several errors a user sees first, and what a step finds in the settings that
+it reads. A new launch-time feature is one file with its functions and one row here (docs/extending.md).
+"""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from cairn.config.cli import require
+from cairn.config.kinds import KINDS
+from cairn.config.model import ModelConfig
+from cairn.inference.build import installed_build, serves_on_gpus
+from cairn.launch.jobs.export import refuse_conflicts, with_exports
+from cairn.launch.plan import dry_run, evaluation
+from cairn.launch.plan.colocation import share_memory
+from cairn.launch.plan.environments import check_orchestrator, facts_of
+from cairn.launch.plan.external_servers import check_bases, context_of, gpus_of_servers, with_servers
+from cairn.launch.plan.gpu_assignment import check_torch, placed, placed_server, torch_without_cuda
+from cairn.launch.plan.memory_check import refuse_what_can_not_be_served, refuse_what_does_not_fit
+from cairn.launch.plan.model import model_to_serve, resolve_model
+from cairn.launch.plan.other_models import Teachers, with_models_beside
+from cairn.launch.plan.preflight import preflight
+from cairn.launch.plan.recipe import finish_recipe, join, plan_recipe, trainers_config, wait_for_trainer
+from cairn.launch.plan.remote_start import is_remote, with_remote
+from cairn.launch.plan.run_plan import Draft, PlanStep, untouched
+from cairn.launch.plan.settings import settle, with_ratings, with_steps
+from cairn.launch.plan.start import choose_start, ended_early, is_complete
+from cairn.launch.preemption import asking
+from cairn.launch.ray.gpus import cluster_of
+from cairn.run.errors import UsageError
+from cairn.run.file_system import BUCKETS, file_system_of, remarks
+from cairn.run.machine import machine_of, this_machine
+from cairn.trainer.tracking import check_login
+
+CONVERTED = "converted"
+"""Name of the folder in the run directory for a model whose weights came in another program's format."""
+
+
+# What is given
+
+
+def _required(draft: Draft) -> Draft:
+    if draft.command == "orchestrator" and not draft.config.inference_url:
+        raise UsageError(
+            "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
+        )
+    if draft.command == "eval":
+        evaluation.require_models(draft.config)
+    else:
+        require(draft.config, *NEEDS.get(draft.command, ()))
+    return draft
+
+
+def _required_if_given(draft: Draft) -> Draft:
+    """A dry run may also show the defaults of everything."""
+    try:
+        return _required(draft)
+    except UsageError as error:
+        return draft.having(missing=str(error).splitlines()[0])
+
+
+def _length(draft: Draft) -> Draft:
+    said: list[str] = []
+    config = with_steps(draft.kind, draft.config, said.append)
+    return draft.having(config=config, notes=(*draft.notes, *said))
+
+
+def _environments(draft: Draft) -> Draft:
+    own = draft.config if draft.command == "orchestrator" else draft.kind.of("orchestrator", draft.config)
+    return draft.having(checked=check_orchestrator(own))
+
+
+def _extensions(draft: Draft) -> Draft:
+    """The user's own loss and optimisers, which import torch; other runs need not wait for that."""
+    trainer = draft.trainer
+    if own_loss := trainer.own_loss:
+        from cairn.trainer.losses import make_loss
+
+        make_loss(own_loss, trainer.kl_in_loss)
+    optimizers = [trainer.optimizer, *(one.optimizer for one in trainer.models_beside.values())]
+    if any(one.is_own for one in optimizers):
+        from cairn.trainer.optimizers import check_optimizer
+
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+    return draft
+
+
+def _tracking(draft: Draft) -> Draft:
+    check_login(draft.trainer)
+    return draft
+
+
+def _preemption(draft: Draft) -> Draft:
+    asking(draft.config.preemption)
+    return draft
+
+
+def _ratings(draft: Draft) -> Draft:
+    return draft.having(config=with_ratings(draft.config))
+
+
+def _exports(draft: Draft) -> Draft:
+    return draft.having(config=with_exports(draft.config))
+
+
+# What the run starts from
+
+
+def _remote(draft: Draft) -> Draft:
+    config, away = with_remote(draft.config, draft.kind.parts)
+    return draft.having(config=config, away=away)
+
+
+def _start(draft: Draft) -> Draft:
+    start = choose_start(draft.config, needs=draft.kind.parts, damaged=draft.damaged, away=draft.away)
+    return draft.having(start=start)
+
+
+def _conflicts(draft: Draft) -> Draft:
+    assert draft.start is not None
+    refuse_conflicts(draft.config, draft.start)
+    return draft
+
+
+def _complete(draft: Draft) -> Draft:
+    config, start = draft.config, draft.start
+    assert start is not None
+    if not is_complete(config, start):
+        return draft
+    assert start.manifest is not None, "a complete run has a last step"
+    done = (
+        f"the run is complete: {start.folder} is step {start.step} of --max-steps {config.max_steps}; "
+        "give a larger --max-steps to continue"
+    )
+    return draft.having(complete=ended_early(config, start) or done)
+
+
+def _complete_said(draft: Draft) -> Draft:
+    if draft.start is None:
+        return draft
+    draft = _complete(draft)
+    return draft.finding(draft.complete) if draft.complete else draft
+
+
+# Where it runs
+
+
+def _machine(draft: Draft) -> Draft:
+    vllm = installed_build() if draft.own_server else "gpu"
+    return draft.having(machine=this_machine(), vllm=vllm, gpu_servers=serves_on_gpus())
+
+
+def _machine_planned(draft: Draft) -> Draft:
+    """That of --machine, or this one."""
+    if draft.given.machine:
+        machine = machine_of(draft.given.machine)
+        return draft.having(
+            machine=machine, vllm="gpu" if machine.has_gpus else "cpu", gpu_servers=machine.has_gpus
+        )
+    on_gpus = serves_on_gpus()
+    draft = draft.having(machine=this_machine(), vllm="gpu" if on_gpus else "cpu", gpu_servers=on_gpus)
+    return draft.having(errors=(*draft.errors, *_build_problem())) if draft.own_server else draft
+
+
+def _build_problem() -> list[str]:
+    try:
+        installed_build()
+    except UsageError as error:
+        return [str(error)]
+    return []
+
+
+def _gpus_of_servers(draft: Draft) -> Draft:
+    return draft.having(taken=gpus_of_servers(draft.config, draft.machine))
+
+
+def _gpus(draft: Draft) -> Draft:
+    config, machine = draft.config, draft.machine
+    if draft.command in KINDS:
+        config, placing = placed(draft.kind, config, machine, draft.vllm, draft.taken)
+        return draft.having(config=config, placing=placing, roles=draft.kind.roles)
+    if draft.command == "inference":
+        return draft.having(config=placed_server(config, machine, draft.vllm))
+    server = placed_server(config.inference, machine, draft.vllm, "--inference.")
+    return draft.having(config=config.model_copy(update={"inference": server}))
+
+
+def _torch(draft: Draft) -> Draft:
+    assert draft.placing is not None
+    check_torch(draft.placing, torch_without_cuda())
+    return draft
+
+
+def _cluster(draft: Draft) -> Draft:
+    trainer, config = draft.trainer, draft.config
+    cluster = cluster_of(trainer)
+    if not cluster.has_gpus and trainer.gpus is None:
+        print(
+            f"the Ray cluster at {trainer.ray.address} has no GPU: the ranks compute on its CPUs", flush=True
+        )
+        # A node with GPUs that joins later would compute with settings that are settled for CPUs.
+        on_cpus = trainer.model_copy(update={"gpus": "0", "workers": trainer.ranks})
+        config = draft.kind.with_trainer(config, on_cpus)
+    return draft.having(config=config, cluster=cluster)
+
+
+def _cluster_seen(draft: Draft) -> Draft:
+    """What the cluster has at the moment, whether or not there is room for the ranks."""
+    assert draft.placing is not None
+    if not draft.placing.in_cluster or draft.given.machine:
+        return draft
+    return draft.having(cluster=cluster_of(draft.trainer, waits=False))
+
+
+def _device_defaults(draft: Draft) -> Draft:
+    settled, choices = settle(draft.config, draft.ranks, gpu_servers=draft.gpu_servers)
+    return draft.having(config=settled, settled=settled, choices=tuple(choices))
+
+
+# What it does there
+
+
+def _recipe(draft: Draft) -> Draft:
+    assert draft.start is not None
+    asked = draft.checked and draft.checked.recipe
+    return draft.having(recipe=plan_recipe(draft.kind, draft.config, draft.start, asked))
+
+
+def _recipe_if_resumed(draft: Draft) -> Draft:
+    """What a checkpoint's recipe has against going on; `preflight` looks at the data of other runs."""
+    if draft.missing or draft.start is None or draft.start.folder is None:
+        return draft
+    return _recipe(draft)
+
+
+def _words(draft: Draft) -> Draft:
+    assert draft.placing is not None
+    if words := draft.placing.in_words():
+        print(words, flush=True)
+    if draft.machine.has_gpus and draft.own_server and draft.vllm == "cpu":
+        print("the server computes on the CPU, for which the installed build of vLLM is made", flush=True)
+    return draft
+
+
+def _servers(draft: Draft) -> Draft:
+    config, roles = with_servers(draft.config, list(draft.roles))
+    return draft.having(config=config, settled=config, roles=tuple(roles))
+
+
+def _file_systems(draft: Draft) -> Draft:
+    run = draft.config.run_directory()
+    for remark in remarks([run.path, run.checkpoints]):
+        print(remark, flush=True)
+    return draft
+
+
+def _file_systems_here(draft: Draft) -> Draft:
+    """Only whether the folders can be used: what a network file system can do is tried out with files."""
+    run = draft.config.run_directory()
+    found = [file_system_of(folder) for folder in (run.path, run.checkpoints)]
+    if any(one.is_network and one.kind not in BUCKETS for one in found):
+        return draft.leaving_out("what the network file system of the run directory can do")
+    return _file_systems(draft)
+
+
+def _model(draft: Draft) -> Draft:
+    """The policy's folder takes the place of its name."""
+    if draft.command == "inference":
+        return draft.having(model=resolve_model(draft.config.model))
+    assert draft.start is not None
+    if draft.start.folder:
+        model = str(model_to_serve(draft.start.folder, draft.trainer.lora))
+    else:
+        model = resolve_model(draft.config.model, _cache(draft))
+    return draft.having(model=model, config=draft.config.sharing(model=ModelConfig(name=model)))
+
+
+def _trained_models(draft: Draft) -> Draft:
+    assert draft.start is not None
+    return draft.having(config=with_models_beside(draft.kind, draft.config, draft.start, _cache(draft)))
+
+
+def _teachers(draft: Draft) -> Draft:
+    assert draft.start is not None
+    recipe: dict[str, Any] = copy.deepcopy(dict(draft.recipe))
+    teachers = Teachers(draft.settled.model, draft.start, draft.kind.flags("trainer"), _cache(draft))
+    sources = teachers.settle(draft.trainer, Path(draft.model), recipe["trainer"])
+    return draft.having(config=draft.kind.with_sources(draft.config, sources), recipe=recipe)
+
+
+def _memory(draft: Draft) -> Draft:
+    """Refuse what does not fit; trainer and server that take turns on one GPU get their shares of it."""
+    config, placing, machine = draft.config, draft.placing, draft.machine
+    if draft.command == "inference":
+        if draft.vllm == "gpu":
+            refuse_what_can_not_be_served(draft.model, config, machine, "--")
+        return draft
+    assert placing is not None
+    if draft.cluster is None:
+        refuse_what_does_not_fit(draft.model, draft.trainer, draft.ranks, draft.kind.flags("trainer"))
+    if "inference" in draft.roles:
+        serving = dataclasses.replace(machine, gpus=placing.server)
+        server = draft.kind.of("inference", config)
+        refuse_what_can_not_be_served(draft.model, server, serving, draft.kind.flags("inference"))
+    elif "inference" in draft.kind.roles:
+        check_bases(config, draft.model)
+    if placing.colocate and placing.trainer:
+        config, shares = share_memory(config, draft.model, draft.ranks)
+        if shares.warning:
+            print(f"warning: {shares.warning}", flush=True)
+    return draft.having(config=config)
+
+
+def _preflight(draft: Draft) -> Draft:
+    facts: dict[str, Any] = {"records_are_checked": True}
+    kind, config = draft.kind, draft.config
+    if draft.command == "orchestrator":
+        assert draft.attempt is not None
+        kind, config = KINDS[draft.attempt.command], trainers_config(draft)
+        facts = _facts(draft, context_of(draft.config), own_server=False)
+    elif draft.checked is not None:
+        own = "inference" in draft.roles
+        context = config.inference.max_model_len if own else context_of(config.orchestrator)
+        facts |= _facts(draft, context, own_server=own)
+    found = preflight(kind, config, Path(draft.model), facts)
+    if draft.command == "orchestrator":  # which says them in any case
+        for notice in found.notices:
+            print(notice, flush=True)
+    if found.errors:
+        raise UsageError("\n".join(found.errors))
+    return draft if draft.command == "orchestrator" else draft.having(notes=(*draft.notes, *found.notices))
+
+
+def _facts(draft: Draft, context: int | None, *, own_server: bool) -> dict[str, Any]:
+    assert draft.checked is not None
+    return facts_of(draft.checked, context, own_server=own_server)
+
+
+def _finished_recipe(draft: Draft) -> Draft:
+    assert draft.start is not None
+    ckpt, recipe = draft.config.ckpt, copy.deepcopy(dict(draft.recipe))
+    goes_on = ckpt is not None and ckpt.resume == "auto"
+    run = draft.config.run_directory()
+    finish_recipe(recipe, Path(draft.model), draft.start, run, goes_on=goes_on)
+    return draft.having(recipe=recipe)
+
+
+def _cache(draft: Draft) -> Path:
+    return draft.config.run_directory().path / CONVERTED
+
+
+def _is_first(draft: Draft) -> bool:
+    """Whether nothing was started by an earlier plan."""
+    return draft.damaged is None
+
+
+# The table
+
+RUNS = frozenset(KINDS)
+RL, INFERENCE, ORCHESTRATOR, EVAL = map(frozenset, (("rl",), ("inference",), ("orchestrator",), ("eval",)))
+ALL = RUNS | INFERENCE | ORCHESTRATOR | EVAL
+NEEDS = {command: kind.needs for command, kind in KINDS.items()} | {"inference": ("model.name",)}
+"""Settings without which a command can't start; of a|b, one is enough."""
+
+STEPS = (
+    PlanStep("required settings", _required, ALL, dry=_required_if_given),
+    PlanStep("length", _length, RUNS, gives=("config", "notes")),
+    PlanStep("environments", _environments, RL | ORCHESTRATOR, gives=("checked",)),
+    PlanStep("tracking", _tracking, RUNS),
+    PlanStep("own losses and optimisers", _extensions, RUNS),
+    PlanStep("preemption", _preemption, RUNS, when=lambda draft: draft.config.preemption is not None),
+    PlanStep("ratings", _ratings, RUNS, gives=("config",)),
+    PlanStep("exports", _exports, RUNS, gives=("config",)),
+    PlanStep(
+        "the object store, and with it what the run resumes from", _remote, RUNS,
+        gives=("config", "away"), touches=("disk", "network"), when=lambda draft: is_remote(draft.config),
+        prints="what is downloaded, set aside, or taken over",
+    ),
+    PlanStep(
+        "start", _start, RUNS, needs=("away",), gives=("start",),
+        prints="damaged checkpoints that are passed over",
+    ),
+    PlanStep("conflicts of exports", _conflicts, RUNS, needs=("start",), when=_is_first),
+    PlanStep(
+        "complete", _complete, RUNS, needs=("start",), gives=("complete",), when=_is_first,
+        dry=_complete_said,
+    ),
+    PlanStep(
+        "policies", evaluation.find_policies, EVAL, gives=("policies",), touches=("disk", "network"),
+        dry=evaluation.find_policies_here,
+    ),
+    PlanStep(
+        "settings of the policy's run", evaluation.as_in_run, EVAL, needs=("policies",), gives=("config",),
+        prints="whose settings are taken",
+    ),
+    PlanStep(
+        "evaluations", evaluation.evaluations, EVAL, gives=("config",), dry=evaluation.evaluations_if_any
+    ),
+    PlanStep("environments of evaluations", evaluation.check_evaluations, EVAL, needs=("policies",)),
+    PlanStep("machine", _machine, ALL, gives=("machine", "vllm", "gpu_servers"), dry=_machine_planned),
+    PlanStep(
+        "GPUs of given servers", _gpus_of_servers, RL, needs=("machine",), gives=("taken",),
+        touches=("network",),
+        when=lambda draft: not draft.own_server and draft.machine.has_gpus and not draft.given.machine,
+    ),
+    PlanStep(
+        "GPUs", _gpus, RUNS | INFERENCE | EVAL, needs=("machine", "vllm"),
+        gives=("config", "placing", "roles"), when=lambda draft: draft.command in KINDS or draft.own_server,
+    ),
+    PlanStep("build of torch", _torch, RUNS, needs=("placing",), when=lambda draft: not draft.given.machine),
+    PlanStep(
+        "Ray cluster", _cluster, RUNS, needs=("placing",), gives=("config", "cluster"), touches=("network",),
+        when=lambda draft: draft.trainer.ray.address is not None, dry=_cluster_seen,
+        prints="that a cluster has no GPU, or what it lacks",
+    ),
+    PlanStep(
+        "device defaults", _device_defaults, ALL, needs=("machine",), gives=("config", "settled", "choices")
+    ),
+    PlanStep(
+        "recipe", _recipe, RUNS, needs=("start", "settled"), gives=("recipe",), dry=_recipe_if_resumed,
+        prints="differences from the checkpoint",
+    ),
+    PlanStep("GPUs in words", _words, RUNS, needs=("placing",), dry=untouched, prints="whose GPUs are whose"),
+    PlanStep(
+        "own server", _servers, RL, needs=("settled",), gives=("config", "settled", "roles"),
+        when=lambda draft: draft.own_server, dry=untouched,
+    ),
+    PlanStep(
+        "the servers at --orchestrator.inference-url", _servers, RL, needs=("settled",),
+        gives=("config", "settled", "roles"), touches=("network",), when=lambda draft: not draft.own_server,
+    ),
+    PlanStep(
+        "file systems", _file_systems, RUNS, touches=("disk",), dry=_file_systems_here,
+        prints="what is done otherwise on network file systems",
+    ),
+    PlanStep(
+        "model", _model, RUNS, needs=("start", "settled"), gives=("config", "model"),
+        touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
+    ),
+    PlanStep(
+        "served model", _model, INFERENCE, needs=("settled",), gives=("model",),
+        touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
+    ),
+    PlanStep(
+        "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),
+        gives=("config",), touches=("disk", "network"), dry=dry_run.trained_models,
+    ),
+    PlanStep(
+        "models that score batches", _teachers, RUNS, needs=("start", "model", "recipe"),
+        gives=("config", "recipe"), touches=("disk", "network"), dry=dry_run.teachers,
+    ),
+    PlanStep(
+        "memory", _memory, RUNS | INFERENCE, needs=("model",), gives=("config",), touches=("network",),
+        dry=dry_run.memory, prints="warnings where it may not be enough",
+    ),
+    PlanStep("memory of a server", untouched, ORCHESTRATOR | EVAL, dry=dry_run.memory),
+    PlanStep(
+        "the trainer whose run it joins", wait_for_trainer, ORCHESTRATOR, gives=("attempt",),
+        touches=("disk",), prints="that it waits",
+    ),
+    PlanStep(
+        "its settings and recipe", join, ORCHESTRATOR, needs=("attempt", "checked", "settled"),
+        gives=("config", "model"), touches=("disk",), dry=untouched, prints="differences",
+    ),
+    PlanStep(
+        "preflight", _preflight, RUNS | ORCHESTRATOR, needs=("model",), gives=("notes",),
+        dry=dry_run.preflight,
+    ),
+    PlanStep(
+        "finished recipe", _finished_recipe, RUNS, needs=("start", "model", "recipe"), gives=("recipe",),
+        dry=untouched,
+    ),
+)  # fmt: skip
+"""In this order. Commands that train share most rows; each column is explained in `PlanStep`."""
