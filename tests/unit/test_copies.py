@@ -1,11 +1,13 @@
 """Copies of a GPU's tensors into host memory; CUDA's calls are recorded, since there need be no GPU here."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cairn.checkpoint.saving import host_staging
 from cairn.checkpoint.saving.arena import Arena
 from cairn.checkpoint.saving.host_staging import GpuCopies, HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
@@ -65,11 +67,20 @@ def test_pinning_in_a_thread_uses_the_rank_s_gpu(monkeypatch):
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
+    """Measured on an H200: the next kernel of that thread fails with the error, and those after it don't."""
     recorded = Recorded(monkeypatch, registered=2)
-    copies, memory = GpuCopies(GPU), torch.zeros(64, dtype=torch.uint8)
+
+    def zeros(*size: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    launched: list[torch.device] = []
+    monkeypatch.setattr(host_staging.torch, "zeros", zeros)
+    copies, memory = GpuCopies(GPU), torch.empty(64, dtype=torch.uint8)
     copies.pin(memory)
     copies.unpin(memory)
     assert "not pinned" in caplog.text
+    assert launched == [GPU]
     assert not recorded.of("unregister")
 
 
@@ -86,6 +97,28 @@ def test_a_save_follows_also_the_copies_that_make_strided_values_contiguous():
     try:
         arena.start_copy(tensors)
         assert seen == [3]  # two tensors and the header
+    finally:
+        arena.close()
+
+
+def test_a_save_keeps_contiguous_copies_until_they_are_read(tmp_path: Path):
+    """Otherwise the GPU's allocator may hand out their memory while queued copies still read it."""
+
+    class Counting(HostCopies):
+        def wait(self) -> None:
+            seen.append(len(arena._sources))
+
+    seen: list[int] = []
+    tensors = {"model/model": {"across": torch.rand(7, 11).t(), "plain": torch.rand(5)}}
+    arena = Arena(tensors, 0, MAX_FILE_BYTES, copies=lambda devices: Counting())
+    (tmp_path / "model").mkdir()
+    try:
+        arena.start_copy(tensors)
+        arena.begin(tmp_path, tmp_path / "receipt", "attempt", read_back=False)
+        arena.copy()
+        arena.end()
+        assert seen == [3]  # two tensors and the header, when the last copies are waited for
+        assert not arena._sources
     finally:
         arena.close()
 

@@ -200,8 +200,9 @@ class Arena:
             for start, source in self._sources:
                 for begin in range(0, len(source), step):
                     self._copy_piece(start + begin, source[begin : begin + step], step)
-        self._sources.clear()
         self._tell(self.plan.arena_bytes)
+        # Not before the copies are done: the memory of contiguous copies goes to whoever asks for some next.
+        self._sources.clear()
 
     def _copy_piece(self, position: int, piece: torch.Tensor, step: int) -> None:
         """Copy a piece to an arena position, once that is free; tell the writer every `step` bytes."""

@@ -76,6 +76,9 @@ class GpuCopies(HostCopies):
             self._pinned = True
         except RuntimeError as error:
             logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
+            # CUDA keeps the error for this thread, and torch takes it for one of the next kernel's.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo `pin`, if it succeeded."""
