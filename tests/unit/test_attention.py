@@ -29,6 +29,7 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
+from cairn.trainer.attention import kernels as kernels_module
 from cairn.trainer.attention.choice import (
     ALONE,
     BY_POSITIONS,
@@ -378,16 +379,40 @@ def test_a_kernel_is_taken_if_the_model_scores_samples_rightly_with_it(
     ],
 )
 def test_a_kernel_that_is_wrong_is_not_taken(scorer, group: RankGroup, kernels, kernel, said: str, caplog):
-    """Neither one whose results are, nor one whose gradients alone are; the log says why."""
+    """Neither one whose results are, nor one whose gradients alone are; a warning says why."""
     kernels(kernel)
     caplog.set_level("INFO")
     made = scorer("qwen3")
     varlen = make_attention("varlen", made.model)
     assert find_rows(made, group, rounding="float32", kernel=varlen) == BY_POSITIONS
     assert made.attention.kind == "dense"
-    assert re.search(said, caplog.text)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("varlen attention can't be used (")
+    assert re.search(said, warning)
     with pytest.raises(UsageError, match="attention = 'varlen' is asked for, and others are not tried"):
         find_rows(made, group, rounding="float32", kernel=varlen, must_be_kernel=True)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_keys_with_fewer_heads_are_announced_where_the_kernel_wants_it(
+    monkeypatch: pytest.MonkeyPatch, knows: bool
+):
+    """torch 2.11 has no such argument, and groups heads all the same (measured on an H200)."""
+
+    def newer(*states: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Any:
+        given.append(enable_gqa)
+
+    def older(*states: Any, scale: float, window_size: tuple[int, int]) -> Any:
+        given.append(None)
+
+    given: list[bool | None] = []
+    monkeypatch.setattr(kernels_module, "varlen_attn", newer if knows else older)
+    monkeypatch.setattr(kernels_module, "GROUPED", kernels_module.grouped_heads(newer if knows else older))
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    for key_heads in (4, 2):
+        states = torch.zeros(5, 4, 8), *[torch.zeros(5, key_heads, 8)] * 2
+        torch_varlen(*states, bounds, 5, 1.0, None)
+    assert given == ([False, True] if knows else [None, None])
 
 
 def test_activation_checkpoints_hand_on_where_samples_begin(scorer):

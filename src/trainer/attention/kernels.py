@@ -1,5 +1,6 @@
 """Kernels of attention over samples laid end to end, as transformers' attention functions."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,14 @@ def _refuse(**arguments: Any) -> None:
             raise NotServed(f"a layer gives attention an argument that this kernel does not know: {name}")
 
 
+def grouped_heads(attention: Callable[..., Any]) -> dict[str, Any]:
+    """What tells a `varlen_attn` that keys have fewer heads; torch 2.11 takes them without a word."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
+
+
+GROUPED = grouped_heads(varlen_attn)
+
+
 def torch_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,12 +136,11 @@ def torch_varlen(
 ) -> torch.Tensor:
     """A `Kernel`: PyTorch's FlashAttention. Its windows count the tokens before the one that looks."""
     before = -1 if window is None else window - 1
-    is_grouped = query.shape[1] != key.shape[1]
     return varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,
         window_size=(before, 0),
-        enable_gqa=is_grouped,
+        **(GROUPED if query.shape[1] != key.shape[1] else {}),
     )  # pyright: ignore[reportReturnType] (a pair only if asked for)
 
 

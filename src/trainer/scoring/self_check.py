@@ -135,6 +135,12 @@ def find_rows(
     for verdict in verdicts:
         if verdict.problem is None:
             logger.info("micro-batches: %s", verdict.way)
+            if kernel is not None and verdict.way.attention is own:
+                logger.warning(
+                    "%s attention can't be used (%s): dense attention takes time and memory for all pairs of "
+                    "tokens in a row",
+                    *(kernel.kind, verdicts[0].problem),
+                )
             scorer.attend(verdict.way.attention)
             return verdict.way.rows
         logger.info("micro-batches can't be %s: %s", verdict.way, verdict.problem)
