@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
 from cairn.checkpoint.saving.arena import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
@@ -152,6 +154,7 @@ class TrainerState:
                 tensors[model.weights_stem] = model.loaded(weights_folder)
             except FileNotFoundError as error:
                 raise Damaged(f"{error.filename}: {error.strerror}") from None
+        torch.cuda.empty_cache()  # the gradients' memory, which a server may want that shares the GPU
         return load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
 
     def tensors(self, *, weights_only: bool = False) -> Tensors:

@@ -751,6 +751,27 @@ def train(state: TrainerState, steps: int) -> None:
             model.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd, momentum", "adafactor", "muon"])
+def test_state_is_made_with_one_gradient_at_a_time(group, optimizer: str):
+    """A trainer that shares its GPU with a server has no memory for gradients of all weights."""
+    policy, alive = toy(optimizer, 1, group, "untied").policy, list[int]()
+    groups = policy.optimizer.param_groups
+    before = {name: values.clone() for name, values in policy.module.state_dict().items()}
+    settings = [(of["lr"], list(map(id, of["params"]))) for of in groups]
+    owned = {
+        name: p for name, p in policy.trained().items() if any(p is q for of in groups for q in of["params"])
+    }
+    policy.optimizer.register_step_pre_hook(
+        lambda *_: alive.append(sum(p.grad.nbytes for p in policy.module.parameters() if p.grad is not None))
+    )
+    policy.create_optimizer_state([f"{name}.moment" for name in owned])
+    assert sorted(alive) == sorted(p.nbytes for p in owned.values())
+    assert {name.rpartition(".")[0] for name in policy.tensors()["trainer/optimizer"]} == set(owned)
+    assert all(p.grad is None for p in policy.module.parameters())
+    assert all(torch.equal(values, before[name]) for name, values in policy.module.state_dict().items())
+    assert [(of["lr"], list(map(id, of["params"]))) for of in groups] == settings
+
+
 @pytest.mark.parametrize("kind", ["tied", "frozen", "unused"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_never_stopped(saver, store, group, optimizer, kind):

@@ -130,13 +130,12 @@ class Trained:
     def create_optimizer_state(self, saved: Collection[str]) -> None:
         """Have the optimiser make the state whose names are in `saved`, for loading to overwrite.
 
-        It does so in a step that changes nothing, for the parameters that had state when it was saved: one
-        that never got a gradient has none.
+        It does so in steps that change nothing, one for each parameter that had state when it was saved: one
+        that never got a gradient has none. All ranks call it.
 
         Raises:
             CheckpointError: a parameter had state that is frozen now.
         """
-        rates = [group["lr"] for group in self.optimizer.param_groups]
         owners = {name.rpartition(".")[0] for name in saved}
         if lost := [n for n, p in self.module.named_parameters() if n in owners and not p.requires_grad]:
             raise CheckpointError(
@@ -144,15 +143,21 @@ class Trained:
                 "checkpoint has optimiser state of them. Freeze what its run froze, or start a new run from "
                 "its weights: --model.name STEP"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        for name, parameter in self.module.named_parameters():
-            if name in owners:
+        having = {parameter for name, parameter in self.module.named_parameters() if name in owners}
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group in groups:
+            group |= {"lr": 0.0, "params": []}
+        # One parameter at a time: a server that shares the GPU leaves no memory for gradients of all of them.
+        for group, whole in zip(groups, before, strict=True):
+            for parameter in (parameter for parameter in whole["params"] if parameter in having):
+                group["params"] = [parameter]
                 parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+                self.optimizer.step()
+                parameter.grad = None
+            group["params"] = []
+        for group, whole in zip(groups, before, strict=True):
+            group |= whole
 
 
 def state_of(
