@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CONFIGS, Shell
+from runs import CONFIGS, REPOSITORY, Shell
 
 from cairn.launch.supervise.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
 from cairn.run.machine import Gpu, Machine
@@ -183,3 +183,17 @@ def test_the_local_cluster_has_exactly_the_trainers_gpus(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert '{"gpus": ["5", "7"], "spare": ["5,7", 0, 1], "all": 2.0}' in done.stdout
+
+
+def test_the_trial_of_a_gpu_runs_without_one(tmp_path: Path):
+    """Its stages, but those that a GPU alone can tell; `tests/unit/test_gpu_trial.py` has what it expects."""
+    command = [sys.executable, "scripts/gpu_trial.py", "--shapes", "tiny", "--out", tmp_path / "trial.json"]
+    command += ["--stages", "step", "resume", "save", "--steps", "one row"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "trial.json").read_text())
+    assert found["tiny: step/one row/tokens/s"] > 0
+    assert found["tiny: resume/the step is as it was saved"] is True
+    assert found["tiny: resume/the bits are the same"] is True
+    assert found["tiny: save/durable_s"] > found["tiny: save/stall_s"] > 0
+    assert found["tiny: save/next policy written, s"] > found["tiny: save/next policy taken, s"] > 0
