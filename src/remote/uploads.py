@@ -16,6 +16,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.retention import delete_unkept, reasons_to_keep
+from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import SavedStep
 from cairn.config.ckpt import CkptConfig
@@ -27,6 +28,7 @@ from cairn.remote.stale_attempts import Overtaken
 from cairn.remote.step_store import FORGOTTEN, AnotherStep, RemoteStore
 from cairn.run.attempt import Attempt
 from cairn.run.files import read_note, write_json
+from cairn.run.history import History
 from cairn.run.object_store import Refused, RemoteError
 
 logger = logging.getLogger(__name__)
@@ -69,18 +71,7 @@ class Uploaded:
     given_up: str | None = None
 
 
-@dataclass(frozen=True)
-class Hold:
-    """Steps that no rule keeps, but which wait to be uploaded.
-
-    kept: they are spared for now. missed: too many newer ones are.
-    """
-
-    kept: frozenset[int]
-    missed: frozenset[int]
-
-
-class RunUploads:
+class RunUploads(StepJob):
     """Which of a run's local steps have to be uploaded.
 
     Args:
@@ -88,10 +79,13 @@ class RunUploads:
         stopped: whether the run ends here for now; then the newest step is uploaded in any case.
     """
 
+    done = "uploaded"
+    all_together = 30.0
+
     def __init__(
         self, store: CheckpointStore, ckpt: CkptConfig, last: int, stopped: Callable[[], bool] = lambda: False
     ):
-        self.store = store
+        super().__init__(store, ckpt.remote_max_waiting)
         self.ckpt = ckpt
         self.last = last
         self.stopped = stopped
@@ -113,7 +107,6 @@ class RunUploads:
         return found.url if found else None
 
     def due(self, steps: Iterable[int]) -> list[int]:
-        """Those of `steps` that have to be uploaded, oldest first."""
         steps, interval = sorted(steps), self.ckpt.remote_interval
         final = {self.last, *(steps[-1:] if interval and self.stopped() else [])}
         return [n for n in steps if interval is None or n % interval == 0 or n in final]
@@ -123,14 +116,10 @@ class RunUploads:
         return self.notes / f"step_{step}.sent"
 
     def give_up(self, reason: str) -> None:
-        """Note that nothing more is uploaded in this attempt of the run."""
         self.write(replace(self.read(), given_up=reason))
 
     def missing(self) -> list[int]:
-        """The local steps that have to be uploaded and are not, oldest first.
-
-        A step that the rules of remote steps would not keep is left here.
-        """
+        # A step that the rules of remote steps would not keep is left here.
         noted = self.read()
         due = self.due(self.store.steps())
         kept = self._kept({*due, *noted.steps})
@@ -155,19 +144,25 @@ class RunUploads:
         return {step for step, reasons in reasons_to_keep(found, rules, pinned).items() if reasons}
 
     def waiting(self) -> list[int]:
-        """The missing steps, unless nothing more is uploaded."""
         return self.missing() if self.read().given_up is None else []
 
-    def hold(self, unkept: Collection[int]) -> Hold:
-        """What retention must spare of the steps that it would delete.
+    def newest_done(self) -> int:
+        return max(self.read().steps, default=0)
 
-        That is the step that is being uploaded, and the newest others: they are worth most.
-        """
-        waiting = [step for step in self.waiting() if step in unkept]
-        first = [step for step in waiting if step == self.read().uploading]
-        others = [step for step in reversed(waiting) if step not in first]
-        kept = frozenset([*first, *others][: self.ckpt.remote_max_waiting])
-        return Hold(kept, frozenset(waiting) - kept)
+    def by_worth(self, waiting: Collection[int]) -> list[int]:
+        # The step that is being uploaded, then the newest: they are worth most.
+        uploading = self.read().uploading
+        return sorted(waiting, key=lambda step: (step != uploading, -step))
+
+    def why_missed(self, spared: int, others: int) -> str:
+        more = f", nor are {others} steps before it" if others else ""
+        return (
+            f"uploads are slower than saves, and --ckpt.remote-max-waiting is {self.max_waiting}, so "
+            f"retention deletes it{more}"
+        )
+
+    def note_missed(self, history: History, step: int, reason: str) -> None:
+        history.not_uploaded(step, reason)
 
 
 class Uploader:

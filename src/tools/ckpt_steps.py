@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.retention import OF_SPIKES, WAITING, Spare, add_spared, prune, reasons_to_keep
+from cairn.checkpoint.step_jobs import StepJob, StepJobs
 from cairn.checkpoint.store import CheckpointStore, OneStep
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
@@ -208,14 +209,12 @@ def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, 
     if rules.export is None and rules.remote is None and not rules.interval:
         return {}
     config = run_config(path)
-    last, spares = config.get("max_steps", 0), list[Spare]()
+    last, jobs = config.get("max_steps", 0), list[StepJob]()
     if rules.export is not None and rules.export.folder is not None:
-        made = run_exports(rules.export, last=last, attempt=attempt_id(path))
-        spares.append(lambda unkept: made.hold(store, unkept).kept)
+        jobs.append(run_exports(rules.export, store, last=last, attempt=attempt_id(path)))
     if rules.remote is not None:
-        uploads = RunUploads(store, rules, last)
-        spares.append(lambda unkept: uploads.hold(unkept).kept)
-    found: dict[str, Spare] = {WAITING: lambda unkept: {step for spare in spares for step in spare(unkept)}}
+        jobs.append(RunUploads(store, rules, last))
+    found: dict[str, Spare] = {WAITING: StepJobs(jobs).spared}
     spike = as_object(as_object(config.get("trainer") or config).get("spike"))
     if spike.get("on_spike") == "rewind" and rules.interval:
         from cairn.run.rewinds import spared_for_rewinds  # imports more than --help has time for

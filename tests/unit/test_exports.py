@@ -17,6 +17,7 @@ from runs import ABOUT, Finished, flip, read
 from safetensors.torch import load_file
 
 from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.step_jobs import StepJobs
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import load
@@ -37,11 +38,9 @@ from cairn.launch import main
 from cairn.launch.jobs import export
 from cairn.launch.jobs.export import Exporter, exports_in_words, refuse_conflicts, with_exports
 from cairn.launch.plan.start import Start
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.progress import no_progress
-from cairn.trainer.saving.waiting import ExportsWaiting
 
 RUN_ID = ABOUT["run_id"]
 
@@ -73,15 +72,16 @@ def store(tmp_path: Path, model: Path) -> CheckpointStore:
 def made_in(folder: Path, **settings: object) -> RunExports:
     """The exports of a run of six steps."""
     config = ExportConfig.model_validate({"folder": str(folder), **settings})
-    return run_exports(config, last=6, attempt="run:1")
+    store = CheckpointStore(folder.parent / "run" / "checkpoints")
+    return run_exports(config, store, last=6, attempt="run:1")
 
 
-def exporter_of(made: RunExports, store: CheckpointStore) -> Exporter:
-    return Exporter(made, store, verify=True, missed=lambda step, reason: None)
+def exporter_of(made: RunExports) -> Exporter:
+    return Exporter(made, verify=True, missed=lambda step, reason: None)
 
 
-def finish(made: RunExports, store: CheckpointStore) -> None:
-    exporter = exporter_of(made, store)
+def finish(made: RunExports) -> None:
+    exporter = exporter_of(made)
     while exporter.export_next(no_progress):
         pass
 
@@ -158,8 +158,8 @@ def test_multiples_and_the_last_step_are_due(tmp_path: Path):
 def test_what_exists_is_done_and_is_skipped(store: CheckpointStore, tmp_path: Path):
     """Each export says what it was made from; a copy of it counts as well."""
     made = made_in(tmp_path / "out", dtype="bfloat16")
-    assert made.waiting(store) == [2, 4, 6]
-    finish(made, store)
+    assert made.waiting() == [2, 4, 6]
+    finish(made)
     assert [n for n in names_in(tmp_path / "out") if not n.startswith(".")] == ["step_2", "step_4", "step_6"]
     weights = load_file(tmp_path / "out" / "step_4" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -167,23 +167,23 @@ def test_what_exists_is_done_and_is_skipped(store: CheckpointStore, tmp_path: Pa
     assert (record["run_id"], record["step"], record["options"]["dtype"]) == (RUN_ID, 4, "BF16")
     times = [(tmp_path / "out" / f"step_{n}").stat().st_mtime_ns for n in (2, 4, 6)]
     again = made_in(tmp_path / "out", dtype="bfloat16")
-    assert (again.waiting(store), again.missing(store)) == ([], [])
-    finish(again, store)
+    assert (again.waiting(), again.missing()) == ([], [])
+    finish(again)
     assert [(tmp_path / "out" / f"step_{n}").stat().st_mtime_ns for n in (2, 4, 6)] == times
     shutil.rmtree(tmp_path / "out" / "step_2")
-    assert again.waiting(store) == [2]
+    assert again.waiting() == [2]
 
 
 def test_another_step_of_that_number_is_not_taken_for_it(store: CheckpointStore, tmp_path: Path, model: Path):
     """Such as one of an abandoned branch, one with other options, or a folder of somebody else."""
     made = made_in(tmp_path / "out")
-    finish(made, store)
+    finish(made)
     store.delete(4)
     other = tmp_path / "other"
     shutil.copytree(model, other)
     (other / "vocab.txt").write_text("x")
     commit(store, 4, other)
-    assert made.missing(store) == [4]
+    assert made.missing() == [4]
     with pytest.raises(InTheWay, match=r"step_4: is an export of another step of that number"):
         made.exports.is_done(store.folder(4))
     with pytest.raises(InTheWay, match=r"is an export with dtype = None, not with dtype = F16"):
@@ -202,7 +202,7 @@ def test_a_run_is_refused_a_folder_with_other_exports(store: CheckpointStore, tm
         argv = ["--output-dir", str(tmp_path / "run"), "--ckpt.export.folder", str(tmp_path / "out"), *flags]
         refuse_conflicts(with_exports(load(SFTConfig, argv)), start)
 
-    finish(made_in(tmp_path / "out"), store)
+    finish(made_in(tmp_path / "out"))
     resumed = Start(store, store.folder(6), store.manifest(6))
     refuse(resumed)
     with pytest.raises(UsageError, match=r"--ckpt\.export\.folder .* dtype = None, not .*F16 \(and 2 more\)"):
@@ -213,11 +213,11 @@ def test_a_run_is_refused_a_folder_with_other_exports(store: CheckpointStore, tm
 
 def test_exports_of_abandoned_steps_are_set_aside(store: CheckpointStore, tmp_path: Path):
     made = made_in(tmp_path / "out")
-    finish(made, store)
+    finish(made)
     aside = made.exports.set_aside_after(2, "before_attempt_2")
     assert aside == tmp_path / "out" / "abandoned" / "before_attempt_2"
     assert names_in(aside) == ["step_4", "step_6"]
-    assert made.missing(store) == [4, 6]
+    assert made.missing() == [4, 6]
     assert made.exports.set_aside_after(2, "before_attempt_3") is None
 
 
@@ -225,12 +225,12 @@ def test_only_the_newest_exports_are_kept(store: CheckpointStore, tmp_path: Path
     """And what is no export of a run is never deleted, nor is what is deleted exported again."""
     (tmp_path / "out" / "step_1").mkdir(parents=True)
     made = made_in(tmp_path / "out", keep=2)
-    finish(made, store)
+    finish(made)
     assert {"step_1", "step_4", "step_6"} == {n for n in names_in(tmp_path / "out") if n[0] != "."}
     commit(store, 8, model)
-    finish(made, store)
+    finish(made)
     assert {"step_1", "step_6", "step_8"} == {n for n in names_in(tmp_path / "out") if n[0] != "."}
-    assert made.waiting(store) == []
+    assert made.waiting() == []
 
 
 # Failures
@@ -243,20 +243,20 @@ def test_a_step_that_cannot_be_exported_does_not_stop_the_others(
     flip(store.folder(4) / "model" / "model.safetensors", -3 % 4096)
     told: list[tuple[int, str]] = []
     made = made_in(tmp_path / "out")
-    exporter = Exporter(made, store, verify=True, missed=lambda *what: told.append(what))
+    exporter = Exporter(made, verify=True, missed=lambda *what: told.append(what))
     while exporter.export_next(no_progress):
         pass
     assert [step for step, _ in told] == [4]
     assert "changed between bytes" in told[0][1]
-    assert made.missing(store) == [4]
-    assert made.waiting(store) == []
+    assert made.missing() == [4]
+    assert made.waiting() == []
     assert "step 4 is not exported" in caplog.text
-    said = export.what_is_missing(made, store)
+    said = export.what_is_missing(made)
     assert said is not None
     assert said.startswith("step 4: ")
     assert "changed between bytes" in said
-    later = run_exports(ExportConfig(folder=str(tmp_path / "out")), last=6, attempt="run:2")
-    assert later.waiting(store) == [4], "another attempt of the run tries again"
+    later = run_exports(ExportConfig(folder=str(tmp_path / "out")), store, last=6, attempt="run:2")
+    assert later.waiting() == [4], "another attempt of the run tries again"
 
 
 def test_what_the_system_refuses_is_tried_a_few_times(
@@ -271,16 +271,16 @@ def test_what_the_system_refuses_is_tried_a_few_times(
 
     monkeypatch.setattr(EXPORTERS["hf"], "write", full)
     made = made_in(tmp_path / "out", interval=6)
-    exporter = exporter_of(made, store)
+    exporter = exporter_of(made)
     assert exporter.export_next(no_progress, last=False)
     assert not exporter.export_next(no_progress, last=False)
     monkeypatch.setattr(export, "RETRY_SECONDS", 0.0)
-    finish(made, store)
+    finish(made)
     assert len(tries) == MOST_TRIES
     assert not any(name.endswith(UNFINISHED) for name in names_in(tmp_path / "out"))
     monkeypatch.undo()
-    assert made.waiting(store) == []
-    assert made.missing(store) == [6]
+    assert made.waiting() == []
+    assert made.missing() == [6]
 
 
 def test_a_step_deleted_while_it_is_exported_is_no_failure(
@@ -296,22 +296,13 @@ def test_a_step_deleted_while_it_is_exported_is_no_failure(
 
     monkeypatch.setattr(EXPORTERS["hf"], "write", deleting)
     made = made_in(tmp_path / "out")
-    finish(made, store)
+    finish(made)
     assert "step 2 was deleted while it was exported" in caplog.text
     assert [name for name in names_in(tmp_path / "out") if name[0] != "."] == ["step_4", "step_6"]
     assert made.exports.failures("run:1").steps == {}
 
 
 # Retention
-
-
-class _Context:
-    """What is used of a trainer's context."""
-
-    def __init__(self, run: RunDirectory):
-        self.run = run
-        self.attempt = Attempt("run", 1, "sft", 0, None, "branch_1")
-        self.state = type("State", (), {"config": SFTConfig(max_steps=100)})
 
 
 def test_retention_spares_the_oldest_that_wait_and_says_so(
@@ -322,18 +313,18 @@ def test_retention_spares_the_oldest_that_wait_and_says_so(
     rules = CkptConfig(keep_last=1, export=ExportConfig(folder=str(tmp_path / "out"), max_waiting=1))
     assert rules.export
     run = RunDirectory(tmp_path / "run")
-    waiting = ExportsWaiting(_Context(run), rules.export)  # pyright: ignore # only what it needs
-    assert apply_retention(store, rules, waiting.spare) == [4]
+    made = run_exports(rules.export, store, last=100, attempt="run:1")
+    jobs = StepJobs([made], history=run.history)
+    assert apply_retention(store, rules, jobs.spared) == [4]
     assert store.steps() == [2, 6]
     assert "step 2 stays until it is exported, although no rule keeps it" in caplog.text
     assert "step 4 is not exported: 1 other steps wait already" in caplog.text
-    assert waiting.metrics() == {"run/exports_waiting": 3, "run/exports_spared": 1}
+    assert jobs.metrics() == {"run/exports_waiting": 3, "run/exports_spared": 1}
     assert [(e["event"], e["step"]) for e in run.history.rows()] == [("not_exported", 4)]
-    made = run_exports(rules.export, last=100, attempt="run:1")
-    finish(made, store)
+    finish(made)
     commit(store, 8, model)
-    assert apply_retention(store, rules, waiting.spare) == [2, 6]
-    assert waiting.metrics() == {"run/exports_waiting": 1, "run/exports_spared": 0}
+    assert apply_retention(store, rules, jobs.spared) == [2, 6]
+    assert jobs.metrics() == {"run/exports_waiting": 1, "run/exports_spared": 0}
     assert names_in(store.root) == ["step_8"]
 
 

@@ -162,15 +162,20 @@ class Process:
         os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
 
-class Work(background_place.BackgroundPlace):
+class Job:
     late = False
     newest_done = lambda self: 0
-    give_up = spare = conclude = lambda self, what: None
-    behind = lambda self: self.late
+    give_up = lambda self, reason: None
+    is_behind = lambda self: self.late
+
+class Work(background_place.BackgroundPlace):
+    first_missing = lambda self: 0
+    conclude = lambda self, code: None
 
 background_place.RoleProcess = Process
 run = RunDirectory(sys.argv[1])
-place = Work("exporter", run, SFTConfig.model_construct(max_restarts=3, hang_timeout=600.0))
+config = SFTConfig.model_construct(max_restarts=3, hang_timeout=600.0)
+place = Work("exporter", run, config, Job())
 seen = []
 
 def look_until(condition):
@@ -186,9 +191,9 @@ try:
     share = lambda: max(priority_of(place._occupant.pid))[2]
     low = lambda: place._low
     look_until(low)
-    place.late = True
+    place.job.late = True
     look_until(lambda: not low())
-    place.late = False
+    place.job.late = False
     look_until(low)
     place.await_it()
     look_until(lambda: place._occupant.pid != first)

@@ -22,6 +22,7 @@ from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.retention import prune
 from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_jobs import Hold
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
@@ -34,7 +35,7 @@ from cairn.remote.client.listing import Listed
 from cairn.remote.client.probing import probe
 from cairn.remote.client.upload_journal import Sent
 from cairn.remote.prefix_lease import Taken
-from cairn.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
+from cairn.remote.uploads import Limit, RunUploads, Uploaded, Uploader
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError

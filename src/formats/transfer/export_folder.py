@@ -11,13 +11,14 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import FILE_NAME, STEP_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step_index import step_of
+from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.config.export import ExportConfig
 from cairn.formats import QUANTIZATIONS
@@ -25,6 +26,7 @@ from cairn.formats.base import WEIGHT_DTYPES, WriteOptions
 from cairn.run.errors import UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, read_note, sync, write_json
+from cairn.run.history import History
 from cairn.run.machine import bytes_of
 
 logger = logging.getLogger(__name__)
@@ -234,30 +236,21 @@ class Exports:
         return sorted(found, key=step_of)
 
 
-@dataclass(frozen=True)
-class Hold:
-    """Steps that retention would delete although they wait to be exported.
-
-    kept: they are spared for now. missed: too many were spared already.
-    """
-
-    kept: frozenset[int] = frozenset()
-    missed: frozenset[int] = frozenset()
-
-
-class RunExports:
+class RunExports(StepJob):
     """The exports that a run makes while it trains.
 
     Args:
         interval: export the steps that are multiples of it; None: all. last: the run's last step, which is
             exported in any case. keep: the newest exports that are kept; None: all.
-        max_waiting: how many steps retention spares while they wait.
         attempt: id of the attempt of the run.
     """
+
+    done = "exported"
 
     def __init__(
         self,
         exports: Exports,
+        store: CheckpointStore,
         *,
         interval: int | None,
         last: int,
@@ -265,30 +258,27 @@ class RunExports:
         max_waiting: int,
         attempt: str,
     ):
+        super().__init__(store, max_waiting)
         self.exports = exports
         self.interval = interval
         self.last = last
         self.keep = keep
-        self.max_waiting = max_waiting
         self.attempt = attempt
 
     def due(self, steps: Iterable[int]) -> list[int]:
-        """Those of `steps` that have to be exported, oldest first."""
         due = sorted(n for n in steps if self.interval is None or n % self.interval == 0 or n == self.last)
         return due[-self.keep if self.keep else 0 :]
 
-    def waiting(self, store: CheckpointStore) -> list[int]:
-        """The steps in the store that have to be exported and may still be, oldest first."""
+    def waiting(self) -> list[int]:
         failures = self.exports.failures(self.attempt)
         if failures.given_up is not None:
             return []
         tries = {int(step): failure.tries for step, failure in failures.steps.items()}
-        missing = (step for step in self.missing(store) if tries.get(step, 0) < MOST_TRIES)
+        missing = (step for step in self.missing() if tries.get(step, 0) < MOST_TRIES)
         return [step for step in missing if not os.path.lexists(self.exports.folder_of(step))]
 
-    def missing(self, store: CheckpointStore) -> list[int]:
-        """The steps in the store that have to be exported and are not, oldest first."""
-        return [step for step in self.due(store.steps()) if not self._is_done(store.folder(step))]
+    def missing(self) -> list[int]:
+        return [step for step in self.due(self.store.steps()) if not self._is_done(self.store.folder(step))]
 
     def _is_done(self, step: Path) -> bool:
         try:
@@ -296,14 +286,25 @@ class RunExports:
         except CheckpointError:  # damaged, deleted meanwhile, or in the way
             return False
 
-    def hold(self, store: CheckpointStore, unkept: Iterable[int]) -> Hold:
-        """What retention must spare of the steps that it would delete.
+    def newest_done(self) -> int:
+        return max(set(self.due(self.store.steps())) - set(self.missing()), default=0)
 
-        The oldest are spared, which are exported first: if the newest were, a step could be deleted while it
-        is being exported, and so could the next one, for ever.
-        """
-        waiting = sorted(set(unkept).intersection(self.waiting(store)))
-        return Hold(frozenset(waiting[: self.max_waiting]), frozenset(waiting[self.max_waiting :]))
+    def give_up(self, reason: str) -> None:
+        self.exports.give_up(self.attempt, reason)
+
+    def by_worth(self, waiting: Collection[int]) -> list[int]:
+        # The oldest are exported first: if the newest were spared, a step could be deleted while it is being
+        # exported, and so could the next one, for ever.
+        return sorted(waiting)
+
+    def why_missed(self, spared: int, others: int) -> str:
+        return (
+            f"{spared} other steps wait already, as many as --ckpt.export.max-waiting allows, so retention "
+            "deletes it"
+        )
+
+    def note_missed(self, history: History, step: int, reason: str) -> None:
+        history.not_exported(step, reason)
 
 
 def refuse_options(name: str, options: WriteOptions) -> None:
@@ -329,7 +330,7 @@ def written_by(options: WriteOptions) -> dict[str, Any]:
     }
 
 
-def run_exports(config: ExportConfig, *, last: int, attempt: str) -> RunExports:
+def run_exports(config: ExportConfig, store: CheckpointStore, *, last: int, attempt: str) -> RunExports:
     """The exports of a run with these settings, of which `folder` is given.
 
     Args:
@@ -343,6 +344,7 @@ def run_exports(config: ExportConfig, *, last: int, attempt: str) -> RunExports:
     exports = Exports(Path(config.folder), config.format, options)
     return RunExports(
         exports,
+        store,
         interval=config.interval,
         last=last,
         keep=config.keep,

@@ -12,12 +12,13 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.formats import EXPORTERS
 from cairn.formats.transfer.export_folder import RunExports, refuse_options, run_exports
+from cairn.launch.jobs.job import BackgroundPlace
 from cairn.launch.plan.start import Start
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.exits import RoleFailed
+from cairn.run.exits import EXIT_STOPPED, RoleFailed
 from cairn.run.imports import importing
 from cairn.run.locking import lock
 from cairn.run.process_groups import stop_on_signals
@@ -59,7 +60,7 @@ def with_exports(config: RunConfig) -> RunConfig:
         )
     export = ckpt.export.model_copy(update={"folder": str(folder)})
     settled = config.sharing(ckpt=ckpt.model_copy(update={"export": export}))
-    exports = run_exports(export, last=config.max_steps, attempt="").exports
+    exports = run_exports(export, CheckpointStore(run.checkpoints), last=config.max_steps, attempt="").exports
     try:
         refuse_options(exports.name, exports.options)
     except UsageError as error:
@@ -74,7 +75,10 @@ def exports_of(config: RunConfig, attempt: str) -> RunExports | None:
         attempt: id of the attempt.
     """
     export = config.ckpt.export if config.ckpt else None
-    return run_exports(export, last=config.max_steps, attempt=attempt) if export else None
+    if export is None:
+        return None
+    store = CheckpointStore(config.run_directory().checkpoints)
+    return run_exports(export, store, last=config.max_steps, attempt=attempt)
 
 
 def refuse_conflicts(config: RunConfig, start: Start) -> None:
@@ -125,27 +129,26 @@ def finish_exports(config: RunConfig, _run_id: str) -> None:
     """
     made = exports_of(config, secrets.token_hex(4))
     run = config.run_directory()
-    store = CheckpointStore(run.checkpoints)
-    if made is None or not made.missing(store):
+    if made is None or not made.missing():
         return
     lock(run)
     try:
         print(f"the run is complete, but its exports are not: {made.exports.folder} is finished", flush=True)
-        exporter = Exporter(made, store, verify=_verifies(config), missed=run.history.not_exported)
+        exporter = Exporter(made, verify=_verifies(config), missed=run.history.not_exported)
         with progress_bars() as stage:
             while exporter.export_next(stage):
                 pass
         if config.ckpt and config.ckpt.remote is None:  # or steps may still wait to be uploaded
-            apply_retention(store, config.ckpt, lambda unkept: made.hold(store, unkept).kept)
+            apply_retention(made.store, config.ckpt, made.spared)
     finally:
         run.unlock()
-    if missing := what_is_missing(made, store):
+    if missing := what_is_missing(made):
         raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
 
 
-def what_is_missing(made: RunExports, store: CheckpointStore) -> str | None:
+def what_is_missing(made: RunExports) -> str | None:
     """Which steps in the store are not exported although they should be, and why, in words."""
-    missing = made.missing(store)
+    missing = made.missing()
     if not missing:
         return None
     failures = made.exports.failures(made.attempt)
@@ -167,13 +170,12 @@ class Exporter:
     def __init__(
         self,
         made: RunExports,
-        store: CheckpointStore,
         *,
         verify: bool,
         missed: Callable[[int, str], None],
     ):
         self.made = made
-        self.store = store
+        self.store = made.store
         self.verify = verify
         self.missed = missed
         self._retry: dict[int, float] = {}
@@ -186,7 +188,7 @@ class Exporter:
             last: no further step will come, so that those which failed are tried again at once.
         """
         now = time.monotonic()
-        waiting = self.made.waiting(self.store)
+        waiting = self.made.waiting()
         step = next((step for step in waiting if last or now >= self._retry.get(step, now)), None)
         if step is None:
             return False
@@ -232,12 +234,11 @@ def run_exporter(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
     made = exports_of(config, attempt.id)
     assert made is not None, "the launcher starts no exporter for a run without exports"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-    store = CheckpointStore(run.checkpoints)
-    exporter = Exporter(made, store, verify=_verifies(config), missed=run.history.not_exported)
+    exporter = Exporter(made, verify=_verifies(config), missed=run.history.not_exported)
     idle = False
     with stop_on_signals(run):
         while True:
-            last = store.exists(made.last)  # before the look for work: then nothing comes after it
+            last = made.store.exists(made.last)  # before the look for work: then nothing comes after it
             if exporter.export_next(lines(heartbeat.doing, first=0, every=1), last=last):
                 idle = False
                 continue
@@ -251,3 +252,58 @@ def run_exporter(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
 
 def _verifies(config: RunConfig) -> bool:
     return bool(config.ckpt and config.ckpt.export and config.ckpt.export.verify)
+
+
+class ExporterPlace(BackgroundPlace):
+    """Keeps a process at work that exports steps (`run_exporter`)."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, made: RunExports):
+        super().__init__("exporter", run, config, made)
+        self.made = made
+
+    def first_missing(self) -> int:
+        """The step that the history names if nothing more is exported."""
+        return min(self.made.missing(), default=self.made.last)
+
+    def conclude(self, code: int) -> int:
+        """Say what is exported, what is not, and what never will be."""
+        exports = self.made.exports
+        if gone := self._gone():
+            print(
+                f"warning: never exported, since retention deleted it first: {_steps(gone)}; a larger "
+                "--ckpt.export.max-waiting keeps more of what waits",
+                flush=True,
+            )
+        if code == EXIT_STOPPED:
+            if waiting := self.made.waiting():
+                print(f"not exported yet: {_steps(waiting)}; a resumed run goes on with that", flush=True)
+            return code
+        missing = what_is_missing(self.made)
+        if missing and self.interrupted:
+            print(
+                f"stopped before all was exported to {exports.folder}: {missing}; --ckpt.resume auto goes on",
+                flush=True,
+            )
+            return EXIT_STOPPED
+        if missing:
+            raise RoleFailed(
+                f"the run is complete, but {exports.folder} is not: {missing}; --ckpt.resume auto tries again"
+            )
+        print(f"exported to {exports.folder}", flush=True)
+        return code
+
+    def _gone(self) -> list[int]:
+        """The steps that failed in this attempt, by history.jsonl, and can't be exported any more."""
+        failed: set[int] = set()
+        for event in self.run.history.rows():
+            if event["event"] == "attempt":
+                failed = set()
+            elif event["event"] == "not_exported":
+                failed.add(event["step"])
+        there = {step for step in failed if self.made.exports.folder_of(step).exists()}
+        newest = self.store.latest() or 0
+        return sorted(step for step in failed - there - set(self.store.steps()) if step < newest)
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"

@@ -6,10 +6,9 @@ As long as nobody waits for it, this work leaves processors and disks to trainin
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.supervise.restarts import RestartRule
@@ -21,7 +20,6 @@ from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.processes import bring_forward, put_in_background
 
-POLL_SECONDS = 0.05
 PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""
 
@@ -37,9 +35,10 @@ class BackgroundPlace(Seat):
     after a hang, which may have been a want of processors.
     """
 
-    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig, job: StepJob):
         super().__init__(name, run.logs / f"{name}.log", run)
         self.config = config
+        self.job = job
         self.store = CheckpointStore(run.checkpoints)
         self._rule = RestartRule(config.max_restarts)
         self._restart_at: float | None = None
@@ -53,16 +52,8 @@ class BackgroundPlace(Seat):
         self._fill()
 
     @abstractmethod
-    def newest_done(self) -> int:
-        """The newest step that is done; 0 if none is. The process makes progress as long as it grows."""
-
-    @abstractmethod
-    def give_up(self, reason: str) -> None:
-        """Record that nothing more is done in this attempt of the run."""
-
-    @abstractmethod
-    def spare(self, unkept: Collection[int]) -> Collection[int]:
-        """The steps that wait for this work; see `retention.Spare`."""
+    def first_missing(self) -> int:
+        """The step that the history names if nothing more is done in this attempt of the run."""
 
     @abstractmethod
     def conclude(self, code: int) -> int:
@@ -71,10 +62,6 @@ class BackgroundPlace(Seat):
         Raises:
             RoleFailed: the run is complete, but this work is not.
         """
-
-    @abstractmethod
-    def behind(self) -> bool:
-        """Whether retention may have to give up a step, because so many wait for this work."""
 
     def still_wanted(self) -> bool:
         """Whether a run that was stopped should wait a little for this work."""
@@ -107,10 +94,12 @@ class BackgroundPlace(Seat):
             how = f"died (exit code {code})"
         self._occupant.kill()
         self.run.set_role(self.name, "failed", self._occupant.pid)
-        wait = self._rule.wait_after_death(self.newest_done())
+        wait = self._rule.wait_after_death(self.job.newest_done())
         if wait is None:
             self.ended = True
-            self.give_up(f"the {self.name} {how} too often; see {self.log}")
+            reason = f"the {self.name} {how} too often; see {self.log}"
+            self.job.give_up(reason)
+            self.job.note_missed(self.run.history, self.first_missing(), reason)
             return
         self.note_restart(how, "is started again", step=step)
         self._restart_at = time.monotonic() + wait
@@ -161,68 +150,9 @@ class BackgroundPlace(Seat):
 
     def _is_behind(self) -> bool:
         with contextlib.suppress(OSError, CheckpointError):
-            return self.behind()
+            return self.job.is_behind()
         return False
 
     def _has_started(self) -> bool:
         beat = read_note(self.run.heartbeat(self.name), Beat)
         return beat is not None and beat.pid == self._occupant.pid and beat.marks > 0
-
-
-class Beside:
-    """All the work beside a run."""
-
-    def __init__(self, config: RunConfig, places: Sequence[BackgroundPlace]):
-        self.config = config
-        self.places = places
-
-    def look_after(self, step: int, *, stopping: bool) -> None:
-        """See `BackgroundPlace.look_after`."""
-        for place in self.places:
-            place.look_after(step, stopping=stopping)
-
-    def finish(self, update: Callable[[], None], interrupted: Callable[[], bool]) -> None:
-        """Wait until all is done or given up, once the run's last step is saved; then apply retention.
-
-        Args:
-            update: called repeatedly, to show what is being done.
-            interrupted: whether nobody wants to wait any longer.
-        """
-        for place in self.places:
-            place.await_it()
-        while working := [place for place in self.places if not place.ended]:
-            if interrupted():
-                for place in working:
-                    place.interrupted = True
-                return
-            self.look_after(self.config.max_steps, stopping=False)
-            update()
-            time.sleep(POLL_SECONDS)
-        if (ckpt := self.config.ckpt) and (self.places or ckpt.rated_by):
-            apply_retention(CheckpointStore(self.config.run_directory().checkpoints), ckpt, self._spare)
-
-    def finish_stopped(
-        self, step: int, seconds: float, update: Callable[[], None], interrupted: Callable[[], bool]
-    ) -> None:
-        """Wait, but only for so long, for what a run that was stopped after `step` should not lose."""
-        end = time.monotonic() + seconds
-        while any(not place.ended and place.still_wanted() for place in self.places):
-            if interrupted() or time.monotonic() > end:
-                return
-            self.look_after(step, stopping=True)
-            update()
-            time.sleep(POLL_SECONDS)
-
-    def conclude(self, code: int) -> int:
-        """Say how all of it ended; see `BackgroundPlace.conclude`."""
-        for place in self.places:
-            code = place.conclude(code)
-        return code
-
-    def stop(self) -> None:
-        """Kill the processes."""
-        for place in self.places:
-            place.stop()
-
-    def _spare(self, unkept: Collection[int]) -> Collection[int]:
-        return {step for place in self.places for step in place.spare(unkept)}

@@ -10,6 +10,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
+from cairn.launch.jobs.job import BackgroundPlace
 from cairn.launch.plan.adopt_remote import small_files
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client.objects import RETRY_SECONDS
@@ -19,6 +20,7 @@ from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.cpu_time import ProcessorUse
 from cairn.run.directory import RunDirectory
+from cairn.run.exits import EXIT_STOPPED, RoleFailed
 from cairn.run.locking import lock
 from cairn.run.machine import bytes_of
 from cairn.run.process_groups import stop_on_signals
@@ -197,3 +199,38 @@ class _Loop:
         logger.error("nothing more is uploaded: %s", reason)
         self.uploads.give_up(reason)
         self.run_directory.history.not_uploaded(self.uploads.store.latest() or 0, reason)
+
+
+class UploaderPlace(BackgroundPlace):
+    """Keeps a process at work that uploads steps (`run_uploader`)."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, uploads: RunUploads):
+        super().__init__("uploader", run, config, uploads)
+        self.uploads = uploads
+
+    def first_missing(self) -> int:
+        """The step that the history names if nothing more is uploaded."""
+        return self.store.latest() or 0
+
+    def still_wanted(self) -> bool:
+        """Whether the newest saved step is not uploaded yet: it alone is worth a stopped run's time."""
+        newest = self.store.latest()
+        return newest in self.uploads.waiting()
+
+    def conclude(self, code: int) -> int:
+        """Say what is uploaded and what is not."""
+        remote, missing, noted = self.uploads.ckpt.remote, self.uploads.missing(), self.uploads.read()
+        newest = max(noted.steps, default=None)
+        there = f"{remote} has step {newest}" if newest else f"{remote} has no step"
+        if not missing:
+            print(there, flush=True)
+            return code
+        steps = ", ".join(map(str, missing))
+        reason = f" ({noted.given_up})" if noted.given_up else ""
+        if code == EXIT_STOPPED or self.interrupted:
+            print(f"{there}; not uploaded yet: {steps}{reason}; a resumed run goes on with that", flush=True)
+            return EXIT_STOPPED
+        raise RoleFailed(
+            f"the run is complete, but {there}; not uploaded: {steps}{reason}, see {self.log}; "
+            "--ckpt.resume auto tries again"
+        )

@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cairn.checkpoint.manifest import CheckpointError, Origin
-from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.retention import Spare, apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed, Tensors
 from cairn.checkpoint.saving.save_deadline import Newest, decide
 from cairn.checkpoint.saving.saver import Saved, SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step_folder import TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.step_jobs import StepJob, StepJobs
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
+from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.directory import RunDirectory
 from cairn.run.machine import available_memory, bytes_of
 from cairn.run.rates import Span
-from cairn.run.rewinds import to_json
+from cairn.run.rewinds import spared_for_rewinds, to_json
 from cairn.trainer.models.model import companions
-from cairn.trainer.saving.waiting import AllWaiting
 from cairn.trainer.state import Context
 
 logger = logging.getLogger(__name__)
@@ -191,8 +192,8 @@ class TrainerCheckpoints:
             policy = state.policy
             self._companions = {**companions(policy.module, context.model_folder), **policy.beside()}
         self._saved_at = time.monotonic()
-        waiting = AllWaiting(context, ckpt)
-        self.metrics = waiting.metrics
+        jobs = _jobs_of(context, ckpt, self.store)
+        self.metrics = jobs.metrics
 
         def before_commit() -> None:
             context.run.metrics.make_durable()
@@ -205,7 +206,7 @@ class TrainerCheckpoints:
 
         def committed(step: int) -> None:
             context.run.forget_batches(step)
-            apply_retention(self.store, ckpt, waiting.spare)
+            apply_retention(self.store, ckpt, jobs.spared)
 
         self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)
         self._saver = Saver(
@@ -348,6 +349,18 @@ class TrainerCheckpoints:
             "versions": versions | {"python": platform.python_version()},
             "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
         }
+
+
+def _jobs_of(context: Context, ckpt: CkptConfig, store: CheckpointStore) -> StepJobs:
+    """What needs steps that no rule keeps: exports, uploads, and the guard against spikes."""
+    config, jobs, others = context.state.config, list[StepJob](), list[Spare]()
+    if ckpt.export is not None:
+        jobs.append(run_exports(ckpt.export, store, last=config.max_steps, attempt=context.attempt.id))
+    if ckpt.remote is not None:
+        jobs.append(RunUploads(store, ckpt, config.max_steps))
+    if config.spike.on_spike == "rewind" and (interval := ckpt.interval):
+        others.append(lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, interval))
+    return StepJobs(jobs, others, context.run.history)
 
 
 class SaveTimes:
