@@ -37,7 +37,8 @@ UPLOAD = """
 import sys
 from pathlib import Path
 from cairn.checkpoint.manifest import Manifest
-from cairn.remote import Objects, RemoteStore, objects
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.client import objects
 from cairn.remote.client.upload_journal import Sent
 
 objects.CONCURRENT_PARTS = 2
