@@ -27,7 +27,7 @@ from cairn.checkpoint.saving.saver import Saver, SavingRank
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensor
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.formats import FORMATS
 from cairn.inference.plugin.adapter_copies import AdapterCopies

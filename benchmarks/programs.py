@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import Programs
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.programs import ProgramRunner
-from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 MODEL = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"

@@ -1,7 +1,7 @@
 """The task of reversing strings with two named rewards, for `gdpo` in algorithms.py."""
 
+from cairn.orchestrator.environments.protocol import Rewards
 from cairn.orchestrator.environments.reverse_text import ReverseText
-from cairn.orchestrator.environments.rewards import Rewards
 
 
 class TwoRewards(ReverseText):

@@ -37,10 +37,9 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import token_for
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import sync
-from cairn.run.messages import Probe
+from cairn.run.messages import Attempt, Probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import weights
 from cairn.trainer.publishing.publisher import VersionPublisher

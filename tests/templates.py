@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 
 QWEN2 = """{%- if tools %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}You help.{% endif %}

@@ -150,8 +150,8 @@ class Run:
         """
         import pandas as pd
 
-        from cairn.orchestrator.kept_rollouts import KeptRollouts
         from cairn.orchestrator.ledger import read_answers
+        from cairn.orchestrator.rollout_log import KeptRollouts
 
         run = self._view.run
         kept, columns = KeptRollouts(run.rollouts), [*COLUMNS, *(["turns"] if turns else [])]

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from cairn.api.runs import Run
 from cairn.config.arguments import Arguments, Layer, read_file
-from cairn.config.base import BaseConfig
 from cairn.config.cli import require, resolve
 from cairn.config.kinds import KINDS
 from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
-from cairn.config.settings import Setting, settings_of
+from cairn.config.settings import BaseConfig, Setting, settings_of
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 

@@ -40,8 +40,8 @@ class TrainerRecord:
     recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
     there is one. position: where the batches go on behind this step, if whoever makes them has said so; in
     SFT `records`, the number taken so far, and `sources`, by label of the data set what else is needed to go
-    on. validation: the best result of each validation (`cairn.run.patience`). rewinds: when the run went back
-    because of a spike (`cairn.run.rewinds.Rewind`); written if it did.
+    on. validation: the best result of each validation (`cairn.run.metrics`). rewinds: when the run went back
+    because of a spike (`cairn.run.history.Rewind`); written if it did.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])

@@ -15,8 +15,8 @@ from typing import Any
 
 from cairn.config.hints import FILES, flag_without_dashes, stray_argument
 from cairn.config.settings import Setting
-from cairn.run.addresses import holds_credentials
 from cairn.run.errors import UsageError
+from cairn.run.object_store import holds_credentials
 
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
 NUMBER = re.compile(r"-?[\d.]")

@@ -15,15 +15,14 @@ from pydantic import ValidationError
 
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
-from cairn.config.base import BaseConfig
 from cairn.config.evaluate import EvaluateConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.settings import Setting, settings_of
+from cairn.config.settings import BaseConfig, Setting, settings_of
 from cairn.config.shared import CommandConfig
-from cairn.run.addresses import shown
 from cairn.run.errors import UsageError
+from cairn.run.object_store import shown
 
 Config = TypeVar("Config", bound=BaseConfig)
 Command = TypeVar("Command", bound=CommandConfig)

@@ -5,10 +5,9 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator
 
-from cairn.config.environment import EnvironmentConfig
+from cairn.config.environment import EnvironmentConfig, SamplingConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.sampling import SamplingConfig
 
 LISTED = frozenset(
     {

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from cairn.config.settings import Setting
-from cairn.config.supervision import SupervisionConfig
+from cairn.config.shared import SupervisionConfig
 
 FIRST = (
     "model", "data", "environment", "orchestrator.environment", "", "optimizer", "scheduler", "ckpt",

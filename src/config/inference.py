@@ -4,10 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
-from cairn.config.gpus import Gpus
-from cairn.config.lora import MAX_RANK
-from cairn.config.model import ModelConfig
-from cairn.config.shared import CommandConfig
+from cairn.config.model import MAX_RANK, ModelConfig
+from cairn.config.shared import CommandConfig, Gpus
 
 OURS = {
     "model": "--model.name",

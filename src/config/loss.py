@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from cairn.config.base import BaseConfig
 from cairn.config.hints import one_of
+from cairn.config.settings import BaseConfig
 
 EARLIER_NAME = "correction"
 """The earlier name of `type`, when all types had the same settings."""

@@ -6,13 +6,19 @@ from typing import Any, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cairn.config.advantage import COMPARING, GAE, NOT_SHAPED, AdvantageConfig
-from cairn.config.base import refuse_twins
-from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
-from cairn.config.evaluation import EvalConfig
-from cairn.config.overlong import OverlongConfig
-from cairn.config.pools import PoolsConfig
-from cairn.config.sampling import SamplingConfig
+from cairn.config.environment import (
+    COMPARING,
+    GAE,
+    NOT_SHAPED,
+    AdvantageConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    MixedEnvironmentConfig,
+    OverlongConfig,
+    PoolsConfig,
+    SamplingConfig,
+)
+from cairn.config.settings import refuse_twins
 from cairn.config.shared import SharedConfig
 
 

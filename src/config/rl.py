@@ -9,12 +9,10 @@ from pydantic import model_validator
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.shared import CommandConfig, SharedConfig
-from cairn.config.slurm import RLSlurmConfig
-from cairn.config.supervision import SupervisionConfig
+from cairn.config.shared import CommandConfig, RLSlurmConfig, SharedConfig, SupervisionConfig
 from cairn.config.teachers import ONLY_AT_ONE, is_served
 from cairn.config.trainer import TrainerConfig
-from cairn.run.addresses import is_loopback
+from cairn.run.object_store import is_loopback
 
 ROLES: dict[str, type[CommandConfig]] = {
     "trainer": TrainerConfig,

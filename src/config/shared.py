@@ -1,15 +1,16 @@
 """Settings that several commands have."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from cairn.config.base import BaseConfig
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
+from cairn.config.settings import BaseConfig
 
 if TYPE_CHECKING:
     from cairn.run.directory import RunDirectory
@@ -75,3 +76,155 @@ class SharedConfig(CommandConfig):
     def sharing(self, **values: Any) -> Self:
         """A copy with other values, in every role that has these settings."""
         return self.model_copy(update=values)
+
+
+# Settings of supervision: detecting hung processes, and restarting them.
+
+
+# Settings for machines that are taken away at short notice.
+
+
+class PreemptionConfig(BaseConfig):
+    """Machines that are taken away at short notice, such as spot instances."""
+
+    watch: str | None = None
+    """Who tells: aws, gcp, azure, or module:function, called every few seconds (default: only signals)."""
+    url: str | None = None
+    """Address of the cloud's metadata service, if it is not the usual one."""
+    interval: float = Field(default=5, gt=0)
+    """Seconds between two questions."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Time left after SIGTERM or a notice, and at most after one that says less (default: no limit)."""
+
+
+class SupervisionConfig(BaseConfig):
+    """How processes are watched and restarted."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of a role without a new finished step before the run fails."""
+    heartbeat_timeout: float = Field(default=60, gt=5)
+    """Seconds without a heartbeat after which a role is restarted, for example after SIGSTOP."""
+    hang_timeout: float = Field(default=600, gt=5)
+    """Seconds in one activity, such as a micro-batch, after which a role is restarted."""
+    standby: bool = False
+    """Keep a second trainer driver and orchestrator ready, to take over within two seconds."""
+    preemption: PreemptionConfig | None = None
+
+
+# The type of settings that name GPUs: a number of them, or a list as in CUDA_VISIBLE_DEVICES.
+
+
+def names_in(value: str) -> tuple[str, ...] | None:
+    """The names that a checked value lists; None if it is a number of GPUs.
+
+    0,1 and 3, and GPU-5ab1 are lists; 3 is a number.
+    """
+    if value.isdecimal():
+        return None
+    return tuple(name for name in value.split(",") if name)
+
+
+def listing(names: list[str]) -> str:
+    """The value that lists `names`; 0 for none."""
+    if len(names) == 1 and names[0].isdecimal():
+        return f"{names[0]},"
+    return ",".join(names) or "0"
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, list):
+        value = listing([str(name) for name in cast("list[Any]", value)])
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return value  # the type's own check will report it
+    text = "".join(str(value).split())
+    names = names_in(text)
+    if text == "" or names == () or text.startswith("-"):
+        raise ValueError(
+            f"{value!r} is neither a number of GPUs (2) nor a list of them (0,1 or GPU-5ab1; one alone: 3,)"
+        )
+    if names is not None and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{value!r} names GPU {twice} twice")
+    return text
+
+
+Gpus = Annotated[str | None, BeforeValidator(_checked)]
+"""How many GPUs, or which; None leaves it to `cairn.launch.plan.gpu_assignment`."""
+
+
+# Paths in settings.
+
+
+def absolute_if_there(value: str) -> str:
+    """The path of what exists, made absolute, as Ray's workers have another current directory."""
+    return os.path.abspath(value) if value and os.path.exists(value) else value
+
+
+# Settings of jobs of Slurm's.
+
+
+TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+"""A time limit as sbatch takes it."""
+
+
+class SlurmConfig(BaseConfig):
+    """Submit the run as a job of Slurm's, which is queued again until the run is complete."""
+
+    nodes: int = Field(default=1, ge=1)
+    """Nodes of the job; on more than one, the trainer's ranks are spread over them by Ray."""
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    """GPUs of each node."""
+    cpus_per_task: int | None = Field(default=None, ge=1)
+    """CPUs of each node; the job has one task on each."""
+    mem: str | None = None
+    """Memory of each node, such as 500G, or 0 for all of it."""
+    time: str | None = None
+    """Time limit, such as 24:00:00 or 2-12 (days and hours)."""
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    job_name: str | None = None
+    """Name of the job (default: the last part of the output folder)."""
+    signal_seconds: int = Field(default=120, ge=1, le=65535)
+    """Seconds before the time limit at which the run saves and stops: more than a step and a save take."""
+    requeue: bool = True
+    """Queue the job again when the run was stopped after saving (exit code 75), and when a node fails."""
+    interface: str | None = None
+    """Network interface between the nodes, such as ib0 (default: what Ray, NCCL and gloo choose)."""
+    setup: list[str] = []
+    """Lines of shell before the run, such as "module load cuda"."""
+    extra: list[str] = []
+    """Further options of sbatch, such as exclusive or constraint=h100."""
+    runner: str | None = None
+    """Command in front of Cairn's and Ray's, such as "uv run" (default: the environment of this command)."""
+
+    @field_validator("*")
+    @classmethod
+    def _on_one_line(cls, value: str | int | list[str] | None) -> str | int | list[str] | None:
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str) and ("\n" in part or not part.strip()):
+                raise ValueError(f"{part!r} must be one line, and not empty")
+        return value
+
+    @field_validator("time")
+    @classmethod
+    def _a_time(cls, value: str | None) -> str | None:
+        if value is not None and not TIME.fullmatch(value):
+            raise ValueError(f"{value!r} is no time limit such as 90 (minutes), 24:00:00 or 2-12:00")
+        return value
+
+    @field_validator("extra")
+    @classmethod
+    def _as_options(cls, value: list[str]) -> list[str]:
+        words = [line.removeprefix("#SBATCH").strip() for line in value]
+        return [word if word.startswith("-") else f"--{word}" for word in words]
+
+
+class RLSlurmConfig(SlurmConfig):
+    """Submit the run as a job of Slurm's, which is queued again until the run is complete."""
+
+    server_nodes: int = Field(default=1, ge=1)
+    """If there are several nodes: how many of them run an inference server each, not the trainer."""

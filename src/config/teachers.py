@@ -5,8 +5,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cairn.config.base import BaseConfig
-from cairn.config.paths import absolute_if_there
+from cairn.config.settings import BaseConfig
+from cairn.config.shared import absolute_if_there
 
 START = "start"
 """The source that stands for the weights which the run starts from."""

@@ -18,7 +18,7 @@ from cairn.evaluate.results import EvalFolder
 from cairn.inference.pool.server_list import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import AddressUnusable, ServerFailed
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.evaluation import Evaluation
 from cairn.policy.errors import WeightsRefused
 from cairn.run.errors import UsageError

@@ -14,8 +14,8 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.model.adapters import is_adapter
 from cairn.remote import RemoteStore
 from cairn.run.directory import RunDirectory
-from cairn.run.imports import importing
 from cairn.run.messages import PolicyName
+from cairn.run.output import importing
 from cairn.run.progress import progress_bars
 
 SERVED = "eval-"

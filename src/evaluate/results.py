@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from cairn.evaluate.policies import Policy
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.evaluation import Evaluated, Evaluation
-from cairn.orchestrator.kept_rollouts import KeptRollouts, rows_of
 from cairn.orchestrator.ledger.opening import remove
-from cairn.run.attempt import Attempt
+from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_json
+from cairn.run.messages import Attempt
 from cairn.run.recipe import now
 
 

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPES
-from cairn.formats.base import Content, WriteOptions
+from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.common.outgoing import weights_of
-from cairn.formats.common.packages import needed
 from cairn.run.files import naming
 from cairn.run.progress import Stage
 

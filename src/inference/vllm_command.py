@@ -3,14 +3,16 @@
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.checksums import crc64
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import is_reward_model
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.config.inference import InferenceConfig
-from cairn.config.lora import MAX_RANK
+from cairn.config.model import MAX_RANK
 from cairn.inference.build import installed_build
 from cairn.run.errors import UsageError
 
@@ -148,3 +150,48 @@ def overrides(model: str) -> dict[str, int]:
     if settings.get("model_type") == "cohere2" and settings.get("sliding_window"):
         return {"sliding_window": settings["sliding_window"] - 1}  # vLLM adds the token itself
     return {}
+
+
+# Whether two folders hold the same model, without reading all of it.
+
+
+SAMPLES = 256
+"""Pieces of each file that are read."""
+SAMPLE_BYTES = 4096
+
+
+def samples_of(folder: Path) -> dict[str, str]:
+    """Of each tensor file in a model's folder, its size and the checksum of pieces at even distances."""
+    return {file.name: _sampled(file) for file in sorted(folder.glob("*.safetensors")) if file.is_file()}
+
+
+def differing_files(folder: Path, samples: dict[str, str] | None) -> list[str]:
+    """The tensor files of the model in `folder` that another model does not have, or not with these values.
+
+    Args:
+        samples: the other model's; None: nobody knows them, and no file differs.
+    """
+    if samples is None:
+        return []
+    return [name for name, sample in samples_of(folder).items() if samples.get(name) != sample]
+
+
+def _sampled(file: Path) -> str:
+    size, crc = file.stat().st_size, 0
+    with file.open("rb") as opened:
+        for piece in range(SAMPLES):
+            opened.seek(size * piece // SAMPLES)
+            crc = crc64(opened.read(SAMPLE_BYTES), crc)
+    return f"{size}:{crc:016x}"
+
+
+# Where a server keeps its copies of adapters: known to the server, and to what starts and kills it.
+
+
+NAME = "cairn-adapters-"
+"""What the names of such folders begin with."""
+
+
+def adapter_folder(epoch: str, root: Path | None = None) -> Path:
+    """The folder of one start of a server. root: default: where temporary files go."""
+    return (root or Path(tempfile.gettempdir())) / f"{NAME}{epoch}"

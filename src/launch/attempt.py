@@ -19,13 +19,12 @@ from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.plan.adopt_remote import say_missing
 from cairn.launch.plan.start import Start, StartDamaged
 from cairn.remote import Objects, RemoteStore
-from cairn.run.attempt import Attempt
 from cairn.run.batches import BadBatch
 from cairn.run.changes import Settings
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
-from cairn.run.locking import lock
+from cairn.run.messages import Attempt
 from cairn.run.recipe import TRAINER
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from cairn.launch.plan.start import StartDamaged, damaged_start
 from cairn.launch.plan.steps import STEPS
 from cairn.launch.roles import RoleStart, run_orchestrator
 from cairn.launch.supervise.supervisor import run_roles
-from cairn.orchestrator.following import AttemptOver
+from cairn.orchestrator.policy_sync.following import AttemptOver
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed

@@ -9,10 +9,10 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.launch.plan.start import Start, ended_early
-from cairn.run.attempt import Attempt
 from cairn.run.diagnosis import Finding
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
+from cairn.run.messages import Attempt
 
 RANK_DIED = "a rank of the trainer died"
 TOLD_IN_FULL = ("given up", "failed answers")

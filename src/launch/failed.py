@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.failures import kind_of, unscored
-from cairn.orchestrator.kept_rollouts import KeptRollouts
+from cairn.orchestrator.environments.protocol import kind_of, unscored
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.diagnosis.rule import percent
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import RoleFailed

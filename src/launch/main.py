@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.config.cli import COMMANDS, load, require
 from cairn.run.exits import EXIT_STOPPED, answer
-from cairn.run.imports import importing, saying
+from cairn.run.output import importing, saying
 
 if TYPE_CHECKING:
-    from cairn.config.slurm import SlurmConfig
+    from cairn.config.shared import SlurmConfig
 
 
 def sft() -> int:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import httpx
 
-from cairn.config.preemption import PreemptionConfig
+from cairn.config.shared import PreemptionConfig
 from cairn.run.errors import UsageError
 
 logger = logging.getLogger(__name__)

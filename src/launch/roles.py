@@ -15,10 +15,10 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.plan.gpu_assignment import use_gpus
 from cairn.run import heartbeat, noted_calls
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
-from cairn.run.imports import importing
+from cairn.run.messages import Attempt
+from cairn.run.output import importing
 from cairn.run.process_groups import stop_on_signals
 from cairn.run.processes import allow_open_files, in_background
 from cairn.run.signals import on_stop_signals

@@ -17,9 +17,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, FileEntry, check
 from cairn.checkpoint.step_folder import ADAPTER_CONFIG, BASE_RECORD, StepFolder
 from cairn.checkpoint.tensors.layout import TensorSpec, find_tensors
 from cairn.checkpoint.tensors.remote_ranges import away_files
-from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.checkpoint.tensors.storage_cache import whole_storage
-from cairn.model.disagreeing import unwrapped
+from cairn.checkpoint.tensors.source import TensorSource, listed, whole_storage
+from cairn.model.described import unwrapped
 from cairn.model.peft_settings import adapter_settings, scaling, start_of_base
 from cairn.run.files import read_json
 
@@ -194,7 +193,7 @@ def merged_weights(
         Damaged: a file is invalid.
         FileNotFoundError: a file is missing.
     """
-    from cairn.model.tied_weights import is_copy  # imports torch
+    from cairn.model.hub_layout import is_copy  # imports torch
 
     about = adapter_settings(folder)
     start = start_of_base(about)

@@ -8,19 +8,18 @@ from collections import Counter
 
 from cairn.config.teachers import TEACHER_LOGPROBS
 from cairn.orchestrator.advantages import batch_samples, differ, teaches
-from cairn.orchestrator.answering import ByEnvironment
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import ByEnvironment
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.environments.times import call_metrics
-from cairn.orchestrator.kept_rollouts import rows_of
 from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
-from cairn.orchestrator.pools import Pools
-from cairn.orchestrator.prompts import Prompts
-from cairn.orchestrator.remade import Remade
+from cairn.orchestrator.policy_sync.gpu_turns import Sharing
+from cairn.orchestrator.policy_sync.remade_batches import Remade
+from cairn.orchestrator.prompts.prompts import Pools, Prompts
+from cairn.orchestrator.prompts.sources import problems_of
+from cairn.orchestrator.rollout_log import rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
-from cairn.orchestrator.sharing import Sharing
-from cairn.orchestrator.sources import problems_of
 from cairn.orchestrator.state import OrchestratorState
 from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint import eval_metrics
-from cairn.config.evaluation import EvalConfig
+from cairn.config.environment import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.answering import make_answering
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import make_answering
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import ask, make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.opening import remove

@@ -11,20 +11,20 @@ import sqlite3
 from collections.abc import Mapping
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.answering import ByEnvironment, make_answering
 from cairn.orchestrator.batching import BatchMaker
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import ByEnvironment, make_answering
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completion import tried_again
 from cairn.orchestrator.evaluation import Evaluations
-from cairn.orchestrator.following import TrainerFollower
 from cairn.orchestrator.ledger import LedgerFailed
-from cairn.orchestrator.resume import first_policy, take_up
-from cairn.orchestrator.retrying import tried_again
+from cairn.orchestrator.policy_sync.following import TrainerFollower
+from cairn.orchestrator.policy_sync.gpu_turns import make_sharing
+from cairn.orchestrator.policy_sync.resume import first_policy, take_up
+from cairn.orchestrator.prompts.sources import make_sources
 from cairn.orchestrator.servers import PolicyServers, TokenScores
-from cairn.orchestrator.sharing import make_sharing
-from cairn.orchestrator.sources import make_sources
 from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run import noted_calls
-from cairn.run.attempt import Attempt
+from cairn.run.messages import Attempt
 from cairn.run.recipe import template_arguments
 
 LONG_CALL = 5.0

@@ -7,7 +7,7 @@ import numpy as np
 
 from cairn.orchestrator.advantages import have_spread
 from cairn.orchestrator.environments import COUNTED
-from cairn.orchestrator.failures import unscored
+from cairn.orchestrator.environments.protocol import unscored
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cairn.orchestrator.failures import unscored
+from cairn.orchestrator.environments.protocol import unscored
 from cairn.policy.generation import Generation
 from cairn.run.messages import PolicyName
 

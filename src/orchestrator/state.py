@@ -9,14 +9,13 @@ from typing import Any
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.prompts.sources import PromptSource
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import PolicyServers
-from cairn.orchestrator.sources import PromptSource
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.messages import ShippedBatch
+from cairn.run.messages import Attempt, ShippedBatch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.teachers import ONLY_AT_ONE, WithTeachers
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.servers import TokenScores
 from cairn.run.batches import COLUMNS, Sample
 from cairn.run.errors import UsageError

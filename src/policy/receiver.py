@@ -1,20 +1,70 @@
-# torch.distributed exports neither stores nor what process groups can do.
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 """The server's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.policy.checksums import merged
 from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
-from cairn.policy.source import Rank, Source
+from cairn.run.files import read_json, write_json
+from cairn.run.versions import WEIGHT_SOURCE
+
+# The file in a policy's folder that says from which trainer ranks to get its tensors.
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's address, and its share of each tensor.
+
+    ranges: by tensor name, (first value, number of values) of each range, in row-major order. All
+    values are sent in one message, in this order.
+    """
+
+    host: str
+    port: int
+    ranges: dict[str, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy in the memory of trainer ranks: the tensors that they send, `bytes` bytes in all.
+
+    shapes, dtypes: by tensor name, as the tensors are sent; data types have torch's names.
+    """
+
+    step: int
+    bytes: int
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
+    ranks: list[Rank]
+
+    def write(self, folder: Path) -> None:
+        """Write the file that `read_source` reads."""
+        write_json(folder / WEIGHT_SOURCE, asdict(self))
+
+
+def read_source(folder: Path) -> Source | None:
+    """The source of the policy in `folder`; None if the folder holds the tensors itself.
+
+    Raises:
+        ValueError: the file's content is inconsistent.
+        DamagedFile: the file is not valid JSON.
+    """
+    content = read_json(folder / WEIGHT_SOURCE)
+    return None if content is None else TypeAdapter(Source).validate_python(content)
+
+
+# torch.distributed exports neither stores nor what process groups can do.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 
 
 class WeightReceiver:

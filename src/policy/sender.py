@@ -20,7 +20,7 @@ from cairn.checkpoint.saving.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.placement import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, host_store, join_pair, messages
-from cairn.policy.source import Rank, Source
+from cairn.policy.receiver import Rank, Source
 
 logger = logging.getLogger(__name__)
 

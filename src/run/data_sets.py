@@ -14,8 +14,16 @@ from typing import Any, NamedTuple, Protocol
 
 from cairn.run.records import tables
 from cairn.run.records.checks import Check, content_digest, examine, examine_beginning, remembered
-from cairn.run.records.collection import ROWS_AT_ONCE, FileRecords, Record, Records, every
-from cairn.run.records.identities import identity_of, mended, same_records
+from cairn.run.records.collection import (
+    ROWS_AT_ONCE,
+    FileRecords,
+    Record,
+    Records,
+    every,
+    identity_of,
+    mended,
+    same_records,
+)
 from cairn.run.records.index import RecordFile
 from cairn.run.records.kinds import (
     COMPRESSIONS,

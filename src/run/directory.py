@@ -12,19 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
-from cairn.run.file_system import flock, look_anew, open_lock
+from cairn.run.errors import UsageError
+from cairn.run.file_system import file_system_of, flock, look_anew, open_lock
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
-from cairn.run.history import History
+from cairn.run.history import History, RewindLog
 from cairn.run.jsonlines import as_object
-from cairn.run.messages import Deadline, StopRequest
+from cairn.run.messages import Attempt, Deadline, RoleEntry, StopRequest
 from cairn.run.metrics import MetricsLog
-from cairn.run.rates import Rates
-from cairn.run.rewinds import RewindLog
 from cairn.run.versions import PolicyVersions
-from cairn.run.waiting import POLL_SECONDS, Patience
+from cairn.run.waiting import POLL_SECONDS, Patience, Rates
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -408,3 +406,38 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _kind(file: bool) -> str:
     return "file" if file else "folder"
+
+
+# Taking a run directory for one command at a time.
+
+
+LEASE_SECONDS = 120.0
+"""How long a lock may outlive the machine that held it: a file server can't tell that the machine is gone
+before its lease ends, with NFS 4 after 90 s by default."""
+LOCK_POLL_SECONDS = 1.0
+
+
+def lock(run: RunDirectory) -> None:
+    """Keep other commands out of the run directory until `unlock`, or this process's end.
+
+    On a file system that machines share, a lock that is held is waited for: the machine that holds it may
+    have been taken away.
+
+    Raises:
+        UsageError: another process is running in it; or the file system has no locks.
+    """
+    if run.lock():
+        return
+    found = file_system_of(run.path)
+    if found.is_network:
+        print(
+            f"{run.path} is locked. On its file system ({found}) the lock of a machine that was taken away "
+            f"remains for a while: waiting for it, for up to {LEASE_SECONDS:g} s",
+            flush=True,
+        )
+        patience = Patience(LEASE_SECONDS)
+        while not patience.over:
+            time.sleep(LOCK_POLL_SECONDS)
+            if run.lock():
+                return
+    raise UsageError(f"--output-dir {run.path}: another process is running in it")

@@ -1,12 +1,16 @@
 """What a process prints: its log, text from files, and a terminal that may be closed."""
 
+import contextlib
 import errno
 import faulthandler
+import gc
 import io
 import logging
 import re
 import signal
 import sys
+import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,3 +99,40 @@ def outlive_terminal() -> None:
         raw = io.BufferedWriter(_Terminal(stream.fileno(), "wb", closefd=False))
         encoding, errors = stream.encoding, stream.errors
         setattr(sys, name, io.TextIOWrapper(raw, encoding=encoding, errors=errors, line_buffering=True))
+
+
+# Importing large packages.
+
+
+SOON = 2.0
+"""Seconds after which a command that has printed nothing says what it does."""
+
+
+@contextlib.contextmanager
+def saying(what: str) -> Generator[None]:
+    """If this takes longer than `SOON`, print `what` to standard error, so that the screen is not empty."""
+    timer = threading.Timer(SOON, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def importing() -> Generator[None]:
+    """Within it modules are imported without garbage collection; what they created is never traversed again.
+
+    Imports of torch and transformers create about a million objects that live as long as the process. The
+    cyclic garbage collector traverses them several times meanwhile, which takes a sixth of the imports'
+    processor time, and in every full collection afterwards.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

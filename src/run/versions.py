@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cairn.run.attempt import Attempt
 from cairn.run.files import entries, read_note, write_json
-from cairn.run.messages import Announcement, Beginning, HandOver
+from cairn.run.messages import Announcement, Attempt, Beginning, HandOver
 
 NOTE = re.compile(r"v([0-9]+)\.json")
 FOLDER = re.compile(r"v([0-9]+)")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.directory import RunDirectory, checkpoints_by
 from cairn.run.files import read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History
 from cairn.run.jsonlines import Row
+from cairn.run.messages import Attempt, RoleEntry
 from cairn.run.metrics import MetricsLog
 
 State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]

@@ -15,9 +15,9 @@ from cairn.checkpoint.tiers import Tier
 from cairn.formats import format_of
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.step_store import COMMITTED
-from cairn.run.addresses import SCHEMES, is_url
 from cairn.run.errors import UsageError
 from cairn.run.files import naming, read_json
+from cairn.run.object_store import SCHEMES, is_url
 from cairn.run.progress import Stage, progress_bars
 from cairn.tools.ckpt_output import say
 

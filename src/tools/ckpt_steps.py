@@ -217,7 +217,7 @@ def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, 
     found: dict[str, Spare] = {WAITING: StepJobs(jobs).spared}
     spike = as_object(as_object(config.get("trainer") or config).get("spike"))
     if spike.get("on_spike") == "rewind" and rules.interval:
-        from cairn.run.rewinds import spared_for_rewinds  # imports more than --help has time for
+        from cairn.run.history import spared_for_rewinds  # imports more than --help has time for
 
         found[OF_SPIKES] = lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, rules.interval or 0)
     return found

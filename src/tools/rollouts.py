@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.orchestrator.kept_rollouts import KEY, SCHEMA, KeptRollouts
+from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile

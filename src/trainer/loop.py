@@ -22,8 +22,8 @@ from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt, Outcome
 from cairn.run.files import read_json
+from cairn.run.messages import Attempt, Outcome
 from cairn.trainer.data.rendering import RecordRefused
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from cairn.config.spike import SpikeConfig
+from cairn.config.optimizer import SpikeConfig
 from cairn.run.errors import CairnError
 
 logger = logging.getLogger(__name__)

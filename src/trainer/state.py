@@ -14,9 +14,9 @@ from cairn.checkpoint.saving.arena import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors.sharded_files import Stored, load_step
 from cairn.config.trainer import TrainerBase
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.rewinds import Rewind
+from cairn.run.history import Rewind
+from cairn.run.messages import Attempt
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.router_aux_loss import Balance, coefficient_of

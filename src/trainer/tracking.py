@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cairn.config.trainer import TrainerBase
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.history import Account
+from cairn.run.messages import Attempt
 from cairn.run.metrics import CHAIN, chained
 from cairn.run.signals import stop_signals_blocked
 

@@ -14,13 +14,13 @@ import pytest
 from errands import Servers
 from runs import CONFIGS, REPOSITORY
 
-from cairn.config.advantage import AdvantageConfig
+from cairn.config.environment import AdvantageConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
-from cairn.run.attempt import Attempt
 from cairn.run.batches import RLBatch
+from cairn.run.messages import Attempt
 from cairn.tools.audit.ledger import check_ledger
 from cairn.tools.audit.programs import check_learned
 from cairn.tools.audit.report import Report

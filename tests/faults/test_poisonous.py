@@ -8,7 +8,7 @@ import pytest
 from poisonous import POISON, SURROGATE_MESSAGE
 from runs import CONFIGS, Server, Shell, rows
 
-from cairn.orchestrator.kept_rollouts import KeptRollouts
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.directory import RunDirectory
 
 STEPS = 4

@@ -28,14 +28,14 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.auth import MAX_BODY
 from cairn.inference.server import Server, ServerSigns
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.stopping import StopWatch
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.stopping import StopWatch
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.policy.network import PATIENCE
+from cairn.policy.receiver import Rank, Source
 from cairn.policy.sender import WeightSender
-from cairn.policy.source import Rank, Source
 from cairn.run import heartbeat
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat, Watch

@@ -13,8 +13,8 @@ from tiny import write_example
 from torch.distributed.tensor import DTensor
 
 from cairn.config.trainer import TrainerConfig
+from cairn.model.described import sums_of, weight_files
 from cairn.model.hub_layout import tensors_in_memory
-from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.frozen.teachers import TeacherModels
 from cairn.trainer.losses import make_loss

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from test_mixed_environments import Even, run_through
 from test_pipeline import configuration, in_folder
 
-from cairn.config.advantage import COMPARING, AdvantageConfig
-from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
+from cairn.config.environment import COMPARING, AdvantageConfig, EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.advantages import (
     BUILT_IN,

@@ -20,9 +20,9 @@ from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.endpoint import agent_process
 from cairn.orchestrator.environments import AgentPrograms, BadEnvironment, check_environment, make_environment
-from cairn.orchestrator.programs import ProgramRunner
 from cairn.orchestrator.rollouts import AnswerGroup
 
 AGENT = r"""

@@ -11,10 +11,17 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.answers import Answer, PlainText, ToolCall, UnknownParser, VllmParser
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Conversation
-from cairn.orchestrator.parsers import check_parsers, parser_names
+from cairn.orchestrator.completion.answers import (
+    Answer,
+    PlainText,
+    ToolCall,
+    UnknownParser,
+    VllmParser,
+    check_parsers,
+    parser_names,
+)
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation
 from cairn.run.errors import UsageError
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -112,7 +119,8 @@ def test_unknown_parsers_are_refused_without_vllm(setting: str):
 def test_a_launcher_checks_parsers_without_importing_vllm():
     code = (
         "import sys; from cairn.config.orchestrator import OrchestratorConfig as C; "
-        "from cairn.orchestrator.parsers import check_parsers; check_parsers(C(tool_parser='hermes')); "
+        "from cairn.orchestrator.completion.answers import check_parsers; "
+        "check_parsers(C(tool_parser='hermes')); "
         "assert not {'vllm', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,10 +20,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
-from cairn.run.messages import ShippedBatch
+from cairn.run.messages import Attempt, ShippedBatch
 from cairn.run.waiting import run_async
 
 CONFIG = REPOSITORY / "configs" / "reverse_text" / "sft.toml"

@@ -15,7 +15,7 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.config.trainer import SFTConfig, SFTDataConfig
 from cairn.launch import main
 from cairn.orchestrator.ledger import FORMAT, RESTS, SCHEMA
-from cairn.orchestrator.order import Order, Portion
+from cairn.orchestrator.prompt_order import Order, Portion
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.messages import BatchHeader, ShippedBatch

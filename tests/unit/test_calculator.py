@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.orchestrator.answers import VllmParser
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Conversation
+from cairn.orchestrator.completion.answers import VllmParser
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation
 from cairn.orchestrator.environments.calculator import Calculator
 
 FOLDER = Path("configs/calculator")

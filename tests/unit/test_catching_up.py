@@ -22,7 +22,7 @@ from cairn.launch.plan.start import choose_start
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.run_files import EARLIER, FOLDER, SUMS, RunFiles
 from cairn.remote.uploads import RunUploads, Uploader
-from cairn.run.attempt import Attempt
+from cairn.run.messages import Attempt
 
 SAVED = (5, 10, 15, 20)
 

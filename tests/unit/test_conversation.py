@@ -12,11 +12,10 @@ from templates import STOPS, write_chat
 from tiny import random_model
 from transformers import LlamaConfig, PreTrainedModel
 
-from cairn.orchestrator import conversation
-from cairn.orchestrator.answers import Answer, ToolCall
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Conversation, TokenContext
-from cairn.orchestrator.histories import Histories
+from cairn.orchestrator.completion import conversation
+from cairn.orchestrator.completion.answers import Answer, ToolCall
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation, Histories, TokenContext
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 QUESTION = {"role": "user", "content": "what is the weather?"}

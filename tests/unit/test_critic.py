@@ -25,12 +25,12 @@ from cairn.launch.plan.memory_check import training_needs
 from cairn.launch.plan.other_models import check_models_beside, with_models_beside
 from cairn.launch.plan.recipe import join_recipe
 from cairn.launch.plan.start import Start
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_json
 from cairn.run.machine import Machine
+from cairn.run.messages import Attempt
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.models.adapter import make_policy

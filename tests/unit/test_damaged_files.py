@@ -32,7 +32,6 @@ from cairn.launch.plan.recipe import plan_recipe
 from cairn.launch.plan.start import choose_start
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
@@ -40,7 +39,7 @@ from cairn.run.exits import answer
 from cairn.run.files import write_json
 from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account
-from cairn.run.messages import Announcement, BatchHeader, PolicyName, ShippedBatch
+from cairn.run.messages import Announcement, Attempt, BatchHeader, PolicyName, ShippedBatch
 from cairn.tools.audit import audit
 from cairn.trainer.tasks.rl import ShippedBatches
 

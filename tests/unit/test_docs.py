@@ -13,8 +13,8 @@ from runs import REPOSITORY
 
 import cairn
 from cairn.run import faults
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import Attempt
 
 DOCS = REPOSITORY / "docs"
 

@@ -15,7 +15,7 @@ from templates import write_chat
 from test_programs import complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed, make_environment
 from cairn.orchestrator.environments.tools import Tool
 

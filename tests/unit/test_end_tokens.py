@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiny import EXAMPLE
 from transformers import AutoTokenizer
 
-from cairn.orchestrator.chat import ChatFormat
-from cairn.run.end_tokens import TOKENIZER, end_tokens
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.run.conversations import TOKENIZER, end_tokens
 from cairn.run.errors import CairnError, UsageError
 
 JSON = st.recursive(

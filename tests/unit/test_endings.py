@@ -14,12 +14,12 @@ from cairn.api.training import in_python
 from cairn.checkpoint.saving.saver import _what_to_do
 from cairn.config.cli import COMMANDS
 from cairn.config.kinds import KINDS
-from cairn.config.scheduler import SchedulerConfig
+from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.exit_report import what_next
 from cairn.launch.plan.settings import with_steps
-from cairn.run import imports
+from cairn.run import output
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 
@@ -103,13 +103,13 @@ def test_an_unknown_setting_of_the_api_is_named_as_in_python():
 def test_a_slow_command_says_what_it_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(imports, "SOON", 0.0)
+    monkeypatch.setattr(output, "SOON", 0.0)
     said = threading.Event()
     monkeypatch.setattr("builtins.print", lambda *words, **_: (sys.stderr.write(f"{words}"), said.set()))
-    with imports.saying("reading the model"):
+    with output.saying("reading the model"):
         assert said.wait(60)
     assert "reading the model ..." in capsys.readouterr().err
-    monkeypatch.setattr(imports, "SOON", 3600.0)
-    with imports.saying("never"):
+    monkeypatch.setattr(output, "SOON", 3600.0)
+    with output.saying("never"):
         pass
     assert "never" not in capsys.readouterr().err

@@ -18,7 +18,7 @@ from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEve
 from runs import DEADLINE
 from test_programs import Power, complete, digest, runner
 
-from cairn.orchestrator.chat import NoPrompt
+from cairn.orchestrator.completion.chat import NoPrompt
 from cairn.orchestrator.endpoint import (
     Asked,
     Endpoint,

@@ -14,8 +14,8 @@ from runs import DEADLINE
 from templates import write_chat
 from test_endpoint import HELLO, TOOLS, Scripted, assembled, run, served
 
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Conversation
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation
 from cairn.orchestrator.endpoint import (
     Asked,
     Rules,
@@ -24,7 +24,7 @@ from cairn.orchestrator.endpoint import (
     messages,
     responses,
 )
-from cairn.orchestrator.endpoint.body import DEEPEST, check_values, read_body
+from cairn.orchestrator.endpoint.asked import DEEPEST, check_values, read_body
 from cairn.orchestrator.endpoint.structured import AnswerFormat, form_of
 from cairn.orchestrator.environments import Reply
 

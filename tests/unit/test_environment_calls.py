@@ -29,8 +29,7 @@ from cairn.orchestrator.environments import (
     check_environment,
     make_environment,
 )
-from cairn.orchestrator.environments.rewards import in_parts
-from cairn.orchestrator.failures import unscored
+from cairn.orchestrator.environments.protocol import in_parts, unscored
 
 USER = [{"role": "user", "content": "hill"}]
 

@@ -26,7 +26,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.launch.commands import start
-from cairn.orchestrator.kept_rollouts import KeptRollouts
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED
 

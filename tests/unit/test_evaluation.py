@@ -17,7 +17,7 @@ from test_pipeline import ATTEMPT, Servers, Trainer, begin, configuration, in_fo
 
 import cairn
 from cairn.checkpoint.eval_metrics import ratings_in, ratings_of
-from cairn.config.evaluation import EvalConfig
+from cairn.config.environment import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.evaluation import results
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.step_jobs import StepJobs
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.ckpt import CkptConfig
+from cairn.config.ckpt import CkptConfig, ExportConfig
 from cairn.config.cli import load
-from cairn.config.export import ExportConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig
 from cairn.formats import EXPORTERS, Content, Verification, WriteOptions

@@ -11,10 +11,10 @@ from test_programs import RUN, VERSION, Interrupted, Power, complete, digest
 from test_tools import Script, call
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import BadEnvironment, Model, check_environment, make_environment
-from cairn.orchestrator.environments.factories import FactoryPrograms
-from cairn.orchestrator.programs import ProgramRunner
+from cairn.orchestrator.environments.trl_env_factory import FactoryPrograms
 
 MODULE = """
 made = []

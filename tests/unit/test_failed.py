@@ -6,11 +6,11 @@ import pytest
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.launch.failed import failures_of, refuse_too_many, tell
-from cairn.orchestrator.failures import UNSCORED
-from cairn.orchestrator.kept_rollouts import KeptRollouts
-from cairn.run.attempt import Attempt
+from cairn.orchestrator.environments.protocol import UNSCORED
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import RoleFailed
+from cairn.run.messages import Attempt
 
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
 KEY_ERROR = "environment 'mine': reward of problem {} raised KeyError: 'anser'; the answer was 'x'"

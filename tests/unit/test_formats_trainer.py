@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.scheduler import SchedulerConfig
+from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.formats.huggingface.hf_schedule import schedule_of
 from cairn.run.batches import FROM_TEXT, Batch, Sample

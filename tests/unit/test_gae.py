@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from test_mixed_environments import Even, run_through
 from test_pipeline import configuration, in_folder
 
-from cairn.config.advantage import AdvantageConfig
-from cairn.config.environment import EnvironmentConfig
+from cairn.config.environment import AdvantageConfig, EnvironmentConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.advantages import make_advantage, to_samples
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn

@@ -36,8 +36,8 @@ from cairn.orchestrator.environments import (
     ask,
     make_environment,
 )
-from cairn.orchestrator.failures import UNSCORED
-from cairn.orchestrator.kept_rollouts import KeptRollouts
+from cairn.orchestrator.environments.protocol import UNSCORED
+from cairn.orchestrator.rollout_log import KeptRollouts
 
 __all__ = ["configuration"]
 STEPS = 6

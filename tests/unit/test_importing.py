@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from cairn.run.imports import importing
+from cairn.run.output import importing
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -27,8 +27,19 @@ NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
 
 SHORT, LONG = 80, 500
 """Lines of a file: a chapter has no fewer and no more."""
-PLUG_INS = ("trainer/losses/", "trainer/optimizers/", "orchestrator/advantages/")
-"""Folders of one idea a file."""
+PLUG_INS = (
+    "trainer/losses/",
+    "trainer/optimizers/",
+    "orchestrator/advantages/",
+    "orchestrator/environments/calculator.py",
+    "orchestrator/environments/reverse_text.py",
+    "orchestrator/environments/reward_model.py",
+    "formats/onnx.py",
+    "formats/tensorflow.py",
+    "formats/torch_file/plain.py",
+    "formats/verl.py",
+)
+"""Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {
     "inference/lifeline.py",
     "inference/plugin/adapter_modules.py",
@@ -36,9 +47,12 @@ ENTRIES = {
     "launch/ray/worker_process.py",
     "launch/role_main.py",
     "launch/slurm/wait_for_nodes.py",
+    "orchestrator/environments/worker/worker_tools.py",
+    "orchestrator/environments/worker/worker_values.py",
+    "orchestrator/environments/worker/worker_worlds.py",
 }
 """Programs, and what another program names by its path."""
-MOST_SHORT = 117
+MOST_SHORT = 24
 """To do: how many other files are shorter than a chapter. It may only fall."""
 MUTUAL = {
     "checkpoint: saving and tensors",

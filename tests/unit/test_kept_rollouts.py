@@ -15,13 +15,13 @@ from runs import CONFIGS, REPOSITORY
 
 import cairn
 from cairn.launch.main import rollouts as command
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.kept_rollouts import KeptRollouts, rows_of
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
+from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
+from cairn.run.messages import Attempt
 from cairn.tools.rollouts import _question
 
 CHAT = ChatFormat(REPOSITORY / CONFIGS / "model")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger import FORMAT, SCHEMA, Ledger, LedgerRun, opening, read_ledger, to_ranges
 from cairn.orchestrator.ledger.schema import UPGRADES
-from cairn.orchestrator.order import Portion
+from cairn.orchestrator.prompt_order import Portion
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
 from cairn.run.messages import ShippedBatch
 

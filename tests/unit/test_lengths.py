@@ -15,8 +15,8 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.plan.environments import PROBLEMS, check_orchestrator, facts_of
 from cairn.launch.plan.preflight import Subject, look
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.lengths import context_by, look_at_prompts
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.prompts.prompt_lengths import context_by, look_at_prompts
 from cairn.run.errors import UsageError
 
 MODEL = REPOSITORY / CONFIGS / "model"

@@ -23,7 +23,7 @@ from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step_folder import MODEL, TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensor
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.formats import FORMATS, WriteOptions

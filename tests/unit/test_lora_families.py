@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup

@@ -12,8 +12,7 @@ from one_rank import one_rank
 from tiny import write_example
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
-from cairn.config.pair_loss import DPOLossConfig
-from cairn.config.preferences import DPOConfig
+from cairn.config.preferences import DPOConfig, DPOLossConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup

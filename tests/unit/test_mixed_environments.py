@@ -25,11 +25,11 @@ from test_pipeline import (
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.environment_identity import orchestrator_recipe, same_environment
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, ReverseText, check_environments
-from cairn.orchestrator.identity import orchestrator_recipe, same_environment
-from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.batches import RLBatch
 from cairn.run.changes import short_identity
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.launch.supervise.restarts import MOST_EXCUSED, RestartRule
+from cairn.launch.supervise.seat import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import STACKS
@@ -21,7 +21,7 @@ import asyncio, ctypes, os, re, signal, sys, threading, time
 from pathlib import Path
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.orchestrator.environments import SingleTurn
-from cairn.orchestrator.retrying import Retrying
+from cairn.orchestrator.completion.completion import Retrying
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import log_crashes

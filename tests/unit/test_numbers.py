@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.run.conversations import for_template
 from cairn.run.records.numbers import (
     NESTED_AT_MOST,

@@ -18,6 +18,7 @@ from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, Power, complete, digest, runner
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.environments import (
     BadEnvironment,
     EnvironmentFailed,
@@ -25,9 +26,8 @@ from cairn.orchestrator.environments import (
     make_environment,
     open_env,
 )
-from cairn.orchestrator.environments.open_env_session import OpenEnvServer, begin
+from cairn.orchestrator.environments.open_env import OpenEnvServer, begin
 from cairn.orchestrator.environments.worlds import WorldPrograms
-from cairn.orchestrator.programs import ProgramRunner
 
 ACTION = {"guess": "{answer}"}
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.orchestrator.order import Order, Portion, Position
+from cairn.orchestrator.prompt_order import Order, Portion, Position
 from cairn.run import seeds
-from cairn.run.mixture import BLOCK
-from cairn.run.seeds import permutation, permuted
+from cairn.run.seeds import BLOCK, permutation, permuted
 
 PORTIONS = [Portion("sums", 7, 1.0, 2), Portion("words", 40, 2.5, 4), Portion("games", 1, 0.5, 2)]
 

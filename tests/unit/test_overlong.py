@@ -9,14 +9,13 @@ from pydantic import ValidationError
 from test_mixed_environments import run_through
 from test_pipeline import configuration, in_folder
 
-from cairn.config.environment import EnvironmentConfig
+from cairn.config.environment import EnvironmentConfig, OverlongConfig
 from cairn.config.orchestrator import OrchestratorConfig, SamplingConfig
-from cairn.config.overlong import OverlongConfig
 from cairn.orchestrator.advantages import Grpo
 from cairn.orchestrator.environments import ReverseText
-from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
-from cairn.orchestrator.overlong import make_overlong
+from cairn.orchestrator.prompts.sources import make_overlong
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 
 __all__ = ["configuration"]  # a fixture

@@ -7,16 +7,16 @@ import pytest
 from errands import Errands, Servers
 from test_programs import complete, runner
 
-from cairn.orchestrator import pacing
-from cairn.orchestrator.pacing import Pacing
+from cairn.orchestrator.completion import completion
+from cairn.orchestrator.completion.completion import Pacing
 
 
 @pytest.mark.parametrize("longest", [0.0, 1e9])
 def test_others_have_the_loop_between_pieces_of_work(monkeypatch: pytest.MonkeyPatch, longest: float):
     """If the pieces have taken long enough; in the order in which they are asked for."""
-    monkeypatch.setattr(pacing, "LONGEST", longest)
+    monkeypatch.setattr(completion, "LONGEST", longest)
     now = 2e9
-    monkeypatch.setattr(pacing.time, "monotonic", lambda: now)
+    monkeypatch.setattr(completion.time, "monotonic", lambda: now)
     seen: list[str] = []
 
     async def run() -> None:

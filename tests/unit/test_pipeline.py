@@ -26,17 +26,16 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.environments import ReverseText
-from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
+from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.policy.errors import ServerDisagrees, WeightsGone
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
-from cairn.run.attempt import Attempt
 from cairn.run.batches import RLBatch, batch_path
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
-from cairn.run.messages import PolicyName, Probe, write_probe
+from cairn.run.messages import Attempt, PolicyName, Probe, write_probe
 from cairn.run.seeds import permutation
 from cairn.tools.audit.ledger import check_ledger
 from cairn.tools.audit.report import Report

@@ -29,13 +29,12 @@ from test_pipeline import (
 )
 
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
+from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig, PoolsConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.pools import PoolsConfig
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.ledger import FORMAT, RESTS, Ledger, LedgerRun, read_ledger
-from cairn.orchestrator.order import Order, Portion
-from cairn.orchestrator.pools import Pools
+from cairn.orchestrator.prompt_order import Order, Portion
+from cairn.orchestrator.prompts.prompts import Pools
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import RLBatch
 from cairn.run.messages import ShippedBatch

@@ -17,16 +17,16 @@ from cairn.checkpoint.saving.save_deadline import Newest, decide
 from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
-from cairn.config.preemption import PreemptionConfig
+from cairn.config.shared import PreemptionConfig
 from cairn.launch.preemption import Notice, asking, watching
 from cairn.launch.supervise.supervisor import out_of_time
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.uploads import RunUploads, Uploader
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.messages import Attempt
 from cairn.run.process_groups import stop_on_signals
-from cairn.run.rates import Rates, Span
+from cairn.run.waiting import Rates, Span
 from cairn.trainer.saving.checkpoints import SaveTimes
 
 Answer = Callable[[BaseHTTPRequestHandler], tuple[int, str]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from cairn.config.pair_loss import AnyPairLossConfig
+from cairn.config.preferences import AnyPairLossConfig
 from cairn.run.batches import Sample
 from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
 from cairn.trainer.losses.preferences import POINT

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from tiny import write_example
 
 from cairn.config.preferences import DPOConfig
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.messages import Attempt
 from cairn.trainer.data.opening import identity_of_records
 from cairn.trainer.frozen import reference
 from cairn.trainer.frozen.reference import add_reference_point

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from runs import DEADLINE, priority_of
 
-from cairn.run.cpu_time import WINDOW_SECONDS, ProcessorUse
-from cairn.run.processes import bring_forward, processor_times, put_in_background
+from cairn.run.processes import (
+    WINDOW_SECONDS,
+    ProcessorUse,
+    bring_forward,
+    processor_times,
+    put_in_background,
+)
 from cairn.run.waiting import wait_for
 
 PR_CAPBSET_DROP = 24

@@ -19,17 +19,17 @@ from errands import Errands, Servers
 from runs import CONFIGS, DEADLINE, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator import program_run
 from cairn.orchestrator.advantages import to_samples
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion import program_run
+from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import BadEnvironment, Programs, Rewards, check_environment
-from cairn.orchestrator.environments.rewards import in_parts
-from cairn.orchestrator.kept_rollouts import rows_of
+from cairn.orchestrator.environments.protocol import in_parts
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.checks import oddity
 from cairn.orchestrator.metrics import batch_metrics
-from cairn.orchestrator.programs import ProgramRunner
-from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.prompts.prompts import Prompts
+from cairn.orchestrator.rollout_log import rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.run.errors import UsageError
 

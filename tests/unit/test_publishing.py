@@ -24,9 +24,8 @@ from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.policy.checksums import checksum, read_checksums
 from cairn.policy.network import host_store
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.messages import Probe, read_probe
+from cairn.run.messages import Attempt, Probe, read_probe
 from cairn.trainer.group import Meeting, RankGroup
 from cairn.trainer.models.model import config_of, published_dtypes, weights
 from cairn.trainer.publishing.publisher import VersionPublisher

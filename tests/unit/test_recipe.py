@@ -32,14 +32,14 @@ from cairn.launch.attempt import begin
 from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.plan.settings import with_steps
 from cairn.launch.plan.start import Start
-from cairn.orchestrator import identity
+from cairn.orchestrator import environment_identity as identity
+from cairn.orchestrator.environment_identity import changes_since, orchestrator_recipe, same_environment
 from cairn.orchestrator.environments import ReverseText
-from cairn.orchestrator.identity import changes_since, orchestrator_recipe, same_environment
-from cairn.run.attempt import Attempt
 from cairn.run.changes import Change, Settings, in_words, measured_anew
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, read_json, write_json
+from cairn.run.messages import Attempt
 from cairn.run.recipe import OF_ANY_ROLE, ORCHESTRATOR, TRAINER, Compared, settings_of, template_arguments
 from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.tasks.validation import forget_outdated

@@ -8,13 +8,12 @@ import pytest
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.remade import Remade, note_lost
+from cairn.orchestrator.policy_sync.remade_batches import Remade, note_lost
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json, write_json
-from cairn.run.messages import ShippedBatch
+from cairn.run.messages import Attempt, ShippedBatch
 
 ATTEMPT = Attempt("run", 2, "rl", start_step=6, resume_from=None, branch="branch_1")
 SEVEN = ShippedBatch(7, [[24, 27]], 8, 100, "aaaa", 6)

@@ -31,15 +31,14 @@ from cairn.launch.plan.remote_start import with_remote
 from cairn.launch.plan.start import Start, choose_start
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client import objects
-from cairn.remote.client.listing import Listed
+from cairn.remote.client.objects import Listed
 from cairn.remote.client.probing import probe
 from cairn.remote.client.upload_journal import Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import Limit, RunUploads, Uploaded, Uploader
-from cairn.run.addresses import is_url
-from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
-from cairn.run.object_store import TransientError
+from cairn.run.messages import Attempt
+from cairn.run.object_store import TransientError, is_url
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,16 @@ from runs import flip
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors.block_reader import DIRECT_BYTES
-from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
+from cairn.checkpoint.tensors.reader import DIRECT_BYTES, ReadRange, read_pieces
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import newest_start
 from cairn.launch.plan.start import Start, StartDamaged, choose_start
 from cairn.launch.supervise.role_process import LONGEST_MESSAGE, tell_launcher
-from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_DAMAGED, answer
+from cairn.run.messages import Attempt
 
 PARTS = ["trainer", "orchestrator"]
 SMALL = {
@@ -294,7 +293,7 @@ def test_what_is_not_cached_is_read_past_the_page_cache(
             for offset in (0, 5 * DIRECT_BYTES // 4, DIRECT_BYTES * 2 - 4096):
                 os.pread(file.fileno(), 4096, offset)
     if how == "no such reads":
-        monkeypatch.setattr("cairn.checkpoint.tensors.block_reader.ALIGNMENT", 1)  # for the disk: EINVAL
+        monkeypatch.setattr("cairn.checkpoint.tensors.reader.ALIGNMENT", 1)  # for the disk: EINVAL
     last = 9 * DIRECT_BYTES // 4
     ranges = [(1, 300_000), (300_001, 7), (300_008, DIRECT_BYTES), (last, len(content) - last)]
     targets = [torch.zeros(nbytes, dtype=torch.uint8) for _, nbytes in ranges]

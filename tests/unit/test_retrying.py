@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.orchestrator.completion.completion import Retrying, tried_again
 from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 from cairn.orchestrator.environments.calls import Calls
-from cairn.orchestrator.retrying import Retrying, tried_again
 
 
 def make(name: str, retries: int = 1) -> Retrying:

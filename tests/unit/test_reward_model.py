@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification
 from cairn.config.cli import load
 from cairn.config.preferences import RewardConfig
 from cairn.orchestrator.environments.reward_functions import make_reward_functions
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import Attempt
 from cairn.trainer.data.opening import identity_of_records
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.reward_model import with_reward_token

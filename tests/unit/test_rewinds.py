@@ -22,12 +22,11 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch import main
 from cairn.launch.attempt import _same_recipe, newest_start
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
-from cairn.run.messages import BatchHeader, ShippedBatch
-from cairn.run.rewinds import Rewind, rewind_target
+from cairn.run.history import Rewind, rewind_target
+from cairn.run.messages import Attempt, BatchHeader, ShippedBatch
 from cairn.tools.audit.report import Report
 from cairn.tools.audit.steps import note_rewinds, note_skipped, recorded_rewinds
 from cairn.trainer.group import RankGroup

@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from cairn.launch.supervise.supervisor import check_in_place
 from cairn.run import directory, files
-from cairn.run.attempt import Attempt
 from cairn.run.batches import (
     COLUMNS,
     FROM_TEXT,
@@ -44,6 +43,7 @@ from cairn.run.files import DamagedFile, read_json, read_note, write_atomic, wri
 from cairn.run.history import Account, History
 from cairn.run.messages import (
     Announcement,
+    Attempt,
     BatchHeader,
     Message,
     PolicyName,

@@ -11,12 +11,12 @@ import pytest
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.sampling import Sampler
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
-from cairn.orchestrator.sampling import Sampler
 from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cairn.config.precision import PrecisionConfig
+from cairn.config.model import PrecisionConfig
 from cairn.run.batches import Sample
 from cairn.trainer.packing import MicroBatch, fill_rows, transfer
 from cairn.trainer.scoring import entropy

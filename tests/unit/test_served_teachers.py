@@ -15,7 +15,7 @@ from tiny import EXAMPLE, tokenizer
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.inference import prompt_scores
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.teachers import ServedTeachers
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, read_batch, write_batch

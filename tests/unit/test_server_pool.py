@@ -17,16 +17,16 @@ import torch
 from runs import DEADLINE
 from safetensors.torch import save_file
 
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import PoolSettings, parse_urls
 from cairn.inference.pool.server_pool import ServerPool
+from cairn.inference.vllm_command import samples_of
 from cairn.launch.plan.external_servers import check_bases, gpus_of_servers, with_servers
-from cairn.orchestrator.disagreement import explained
+from cairn.orchestrator.policy_sync.following import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams, VersionSpan
 from cairn.run.errors import UsageError

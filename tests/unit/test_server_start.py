@@ -12,8 +12,14 @@ import runs
 
 import cairn.inference.server as server_module
 from cairn.config.inference import InferenceConfig
-from cairn.inference.log_reason import MODEL_REFUSED, reason
-from cairn.inference.server import AddressUnusable, ModelUnservable, Server, ServerFailed
+from cairn.inference.server import (
+    MODEL_REFUSED,
+    AddressUnusable,
+    ModelUnservable,
+    Server,
+    ServerFailed,
+    reason,
+)
 from cairn.run.exits import answer
 
 PREFIX = "(EngineCore pid=7) ERROR 11-22 16:22:28 [core.py:1] "

@@ -13,8 +13,8 @@ from test_recipe import FRESH, SFT_RUN, sft, start_at, write_records
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.inference import InferenceConfig
+from cairn.config.model import PrecisionConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.precision import PrecisionConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerConfig
 from cairn.inference import vllm_command

@@ -30,8 +30,7 @@ from test_server_pool import ask, in_loop, servers, until
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import load
-from cairn.config.environment import EnvironmentConfig
-from cairn.config.evaluation import EvalConfig
+from cairn.config.environment import EnvironmentConfig, EvalConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig

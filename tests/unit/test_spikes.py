@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tiny import write_example
 
 from cairn.checkpoint.step_folder import TrainerRecord
-from cairn.config.spike import SpikeConfig
+from cairn.config.optimizer import SpikeConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.tools.audit.report import Report

@@ -15,21 +15,19 @@ from pydantic import ValidationError
 from runs import CONFIGS, REPOSITORY
 from templates import write_chat
 
-from cairn.config.environment import MixedEnvironmentConfig
-from cairn.config.evaluation import EvalConfig
+from cairn.config.environment import EvalConfig, MixedEnvironmentConfig, SamplingConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.config.sampling import SamplingConfig
-from cairn.inference.answers import read_generation
-from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.conversation import Conversation
+from cairn.inference.client import read_generation
+from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation
+from cairn.orchestrator.completion.sampling import Sampler
+from cairn.orchestrator.completion.stopping import Stopped, StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.environments import Programs, SingleTurn
 from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.programs import ProgramRunner
-from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.orchestrator.sampling import Sampler
-from cairn.orchestrator.stopping import Stopped, StopWatch, shown_text, stopped_at_its_end
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 LETTERS = ChatFormat(REPOSITORY / CONFIGS / "model")
@@ -346,7 +344,7 @@ def test_reasoning_before_a_stopped_answer_is_kept(tmp_path: Path, said: str, go
     chat = write_chat(tmp_path, "thinking")
 
     def parse(*_: Any) -> Any:
-        from cairn.orchestrator.answers import Answer
+        from cairn.orchestrator.completion.answers import Answer
 
         return Answer(said, "the fox")
 

@@ -21,7 +21,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import reader
-from cairn.checkpoint.tensors.block_reader import BLOCK_BYTES
+from cairn.checkpoint.tensors.reader import BLOCK_BYTES
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.run.waiting import DeadlinePassed
 

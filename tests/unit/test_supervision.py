@@ -15,15 +15,15 @@ from runs import DEADLINE, environment_of
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch.exit_report import conclude_early
-from cairn.launch.supervise.restarts import RestartRule
 from cairn.launch.supervise.role_process import RoleProcess
+from cairn.launch.supervise.seat import RestartRule
 from cairn.launch.supervise.supervisor import hopeless
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, RoleFailed
 from cairn.run.files import read_note, write_json
 from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History
+from cairn.run.messages import Attempt
 
 # Starting
 

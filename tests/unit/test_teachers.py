@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.config.trainer import TrainerConfig
-from cairn.model.weight_digests import sums_of, weight_files
+from cairn.model.described import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE, BY_POSITIONS

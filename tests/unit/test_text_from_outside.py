@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.orchestrator.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.completion.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.completion.completion import Retrying
 from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 from cairn.orchestrator.environments.agent import _json
-from cairn.orchestrator.environments.rewards import in_parts
-from cairn.orchestrator.failures import kind_of
-from cairn.orchestrator.kept_rollouts import KeptRollouts, rows_of
+from cairn.orchestrator.environments.protocol import in_parts, kind_of
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.retrying import Retrying
+from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run import noted_calls
-from cairn.run.attempt import Attempt
+from cairn.run.messages import Attempt
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import LONGEST_TEXT, quoted
 

@@ -17,7 +17,8 @@ from test_programs import RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.advantages import to_samples
-from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import (
     BadEnvironment,
     EnvironmentFailed,
@@ -26,7 +27,6 @@ from cairn.orchestrator.environments import (
     check_environment,
 )
 from cairn.orchestrator.metrics import batch_metrics
-from cairn.orchestrator.programs import ProgramRunner
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
-from cairn.config.scheduler import SchedulerConfig
+from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
-from cairn.policy.source import read_source
-from cairn.run.attempt import Attempt
+from cairn.policy.receiver import read_source
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.messages import Attempt
 from cairn.trainer.data import batches
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import Encoder

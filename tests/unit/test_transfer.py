@@ -23,9 +23,8 @@ from cairn.checkpoint.tensors.placement import Section, share_of
 from cairn.policy.checksums import checksum
 from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import PATIENCE, address_towards
-from cairn.policy.receiver import WeightReceiver
+from cairn.policy.receiver import Source, WeightReceiver
 from cairn.policy.sender import WeightSender
-from cairn.policy.source import Source
 
 GROUPS = [["embed"], ["first.w", "first.b"], ["scalar"]]
 
@@ -251,7 +250,7 @@ def server_in_transfer(tmp_path: Path) -> Iterator[Callable[[WeightSender], subp
     def start(sender: WeightSender) -> subprocess.Popen[str]:
         sender.source(1, [sender.here]).write(tmp_path)
         code = (
-            "import pathlib; from test_transfer import receive_once; from cairn.policy.source import "
+            "import pathlib; from test_transfer import receive_once; from cairn.policy.receiver import "
             f"read_source; receive_once(read_source(pathlib.Path({str(tmp_path)!r})))"
         )
         started.append(

@@ -21,13 +21,13 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.config.inference import InferenceConfig
-from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
 from cairn.inference.plugin.adapter_modules import AdapterModules
 from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, OpenRequests, Unmerged
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.server import Server
+from cairn.inference.vllm_command import adapter_folder
 from cairn.model.adapters import PREFIX, Base
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import Altered

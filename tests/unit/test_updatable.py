@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerTensorOnlineMoEMethod,
 )
 
-from cairn.inference.log_reason import reason
 from cairn.inference.plugin.reload_support import check_updatable
+from cairn.inference.server import reason
 
 
 def bare(kind: type, **attributes: Any) -> Any:

@@ -20,12 +20,12 @@ from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.recipe import plan_recipe
 from cairn.launch.plan.settings import with_ratings
 from cairn.launch.plan.start import Start, ended_early, is_complete
-from cairn.run.attempt import Attempt
 from cairn.run.data_sets import BadRecord, every, examine, load_records
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_atomic
-from cairn.run.patience import better, why_exhausted
+from cairn.run.messages import Attempt
+from cairn.run.metrics import better, why_exhausted
 from cairn.trainer.data.records import problem_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import make_policy

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
+from cairn.run.messages import Attempt
 from cairn.run.view import RunView
 
 ATTEMPT = Attempt("5eed", 2, "rl", 3, None, "branch_1")

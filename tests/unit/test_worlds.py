@@ -20,7 +20,7 @@ from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, dige
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.advantages import to_samples
-from cairn.orchestrator.answering import ANSWERING, make_answering
+from cairn.orchestrator.completion.answering import ANSWERING, ProgramRunner, make_answering
 from cairn.orchestrator.environments import (
     LARGEST_SNAPSHOT,
     BadEnvironment,
@@ -31,10 +31,9 @@ from cairn.orchestrator.environments import (
     ask,
     check_environment,
 )
-from cairn.orchestrator.environments.making import KINDS
+from cairn.orchestrator.environments.registry import KINDS
 from cairn.orchestrator.ledger import Ledger
-from cairn.orchestrator.programs import ProgramRunner
-from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.orchestrator.rollouts import Call
 from cairn.run.seeds import derive
 

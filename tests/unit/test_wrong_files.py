@@ -14,7 +14,7 @@ from tiny import write_example
 from cairn.config.model import ModelConfig
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.launch.plan.model import described, resolve_model
-from cairn.run.end_tokens import end_tokens
+from cairn.run.conversations import end_tokens
 from cairn.run.errors import CairnError
 
 VALUES = st.sampled_from(

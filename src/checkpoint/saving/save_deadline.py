@@ -6,7 +6,7 @@ would have ended. So both are compared with how long the newest ones took.
 
 from dataclasses import dataclass
 
-from cairn.run.rates import Span
+from cairn.run.waiting import Span
 
 
 @dataclass(frozen=True)

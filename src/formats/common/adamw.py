@@ -1,13 +1,15 @@
 """AdamW's state and settings, as torch's optimiser and programs that use it store them."""
 
-# Values from a pickle have no types until they are checked.
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.config.optimizer import SchedulerConfig
+
+# Values from a pickle have no types until they are checked.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state of one weight."""
@@ -77,3 +79,24 @@ def whole_steps(value: object, where: object) -> int:
     if not isinstance(value, (int, float)) or not 0 <= value < MAX_STEPS or value != int(value):
         raise Damaged(f"{where}: the optimiser's step is {value!r}, which is no whole number")
     return int(value)
+
+
+# The learning rate with which another program goes on.
+
+
+def rate_of(settings: Mapping[str, Any], step: int) -> float:
+    """The learning rate of a step; that of a constant schedule, if the run does not say which it had.
+
+    Args:
+        settings: those of the run, with `optimizer.lr`.
+
+    Raises:
+        CheckpointError: they don't say where the schedule ends.
+    """
+    names = ("type", "warmup_steps", "min_lr_ratio")
+    known = {name: settings[f"scheduler.{name}"] for name in names if f"scheduler.{name}" in settings}
+    schedule = SchedulerConfig(**known)
+    end = settings.get("scheduler.steps")
+    if end is None and schedule.type != "constant":
+        raise CheckpointError(f"the step does not say where its {schedule.type} schedule ends")
+    return schedule.rate(step, float(settings["optimizer.lr"]), int(end or 0))

@@ -13,8 +13,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import pieces_of
-from cairn.formats.base import Content
-from cairn.formats.common.conversion import written_dtypes
+from cairn.formats.base import Content, written_dtypes
 from cairn.formats.common.match_layout import in_memory
 from cairn.model.hub_layout import hub_layout
 

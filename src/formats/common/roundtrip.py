@@ -19,7 +19,7 @@ class KeptValues:
     def __init__(self, content: Content, dtype: str | None):
         """Take the weights over as `dtype`, which is safetensors' name; None leaves each as it is."""
         from cairn.checkpoint.tensors.verified_copy import noted  # imports torch
-        from cairn.formats.common.conversion import written_dtypes
+        from cairn.formats.base import written_dtypes
 
         dtypes = written_dtypes(content, dtype)
         self._noted = {stem: noted(named, dtypes) for stem, named in content.tensors.items()}

@@ -13,10 +13,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.source import listed
 from cairn.formats.base import Content
+from cairn.formats.common.adamw import rate_of
 from cairn.formats.common.outgoing import Outgoing
-from cairn.formats.common.resume_lr import rate_of
-from cairn.formats.dcp.dcp_rotary import in_rotary_order
-from cairn.formats.dcp.dcp_titan import expert_biases, titan_parts
+from cairn.formats.dcp.dcp_titan import expert_biases, in_rotary_order, titan_parts
 
 Tree = dict[str, Any]
 """Nested dictionaries as a program has them, with an `Outgoing` for each tensor."""

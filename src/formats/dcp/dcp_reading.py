@@ -17,11 +17,10 @@ from cairn.checkpoint.tensors.stream_writer import pieces_of, value_of
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.formats.common.tensor_views import TensorSection
-from cairn.formats.dcp.dcp_fused import cut, fused_parts, head_norm
 from cairn.formats.dcp.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_programs import PROGRAMS, Program
-from cairn.formats.dcp.dcp_rotary import in_rotary_order
 from cairn.formats.dcp.dcp_tensors import DcpSource
+from cairn.formats.dcp.dcp_titan import cut, fused_parts, head_norm, in_rotary_order
 from cairn.formats.torch_file.torch_stream import Stream, read_value
 from cairn.model.architectures import sizes_of
 

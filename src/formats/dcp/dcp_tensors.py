@@ -14,8 +14,7 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
-from cairn.checkpoint.tensors.source import TensorSource
-from cairn.checkpoint.tensors.storage_cache import extent, whole_storage
+from cairn.checkpoint.tensors.source import TensorSource, extent, whole_storage
 from cairn.checkpoint.tensors.stream_writer import pieces_of
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor

@@ -30,7 +30,7 @@ class DeepSpeed:
             Damaged: a file is invalid, or does not fit to the others.
             CheckpointError: it has tensor, pipeline or expert parallelism, or another optimiser than AdamW.
         """
-        from cairn.formats.deepspeed.deepspeed_universal import read_universal  # imports torch
+        from cairn.formats.deepspeed.deepspeed_state import read_universal  # imports torch
         from cairn.formats.deepspeed.deepspeed_zero import read_zero
 
         folder = folder_in(source)

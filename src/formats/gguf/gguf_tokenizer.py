@@ -14,7 +14,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.source import listed
-from cairn.run.end_tokens import end_tokens
+from cairn.run.conversations import end_tokens
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

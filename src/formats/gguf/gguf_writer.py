@@ -18,8 +18,7 @@ from cairn.checkpoint.tensors.reader import as_bytes, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import PIECE_BYTES, pieces_of
-from cairn.formats.base import Content, WriteOptions
-from cairn.formats.common.packages import needed
+from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.gguf.gguf_file import ALIGNMENT, BLOCK, BLOCK_BYTES
 from cairn.formats.gguf.gguf_model import ROPE_FACTORS, metadata_of, rope_factors
 from cairn.formats.gguf.gguf_tensors import Shifted, gguf_tensors

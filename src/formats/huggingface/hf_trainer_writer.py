@@ -14,9 +14,9 @@ from cairn.checkpoint.step_folder import OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.formats.base import Content, WriteOptions
+from cairn.formats.common.adamw import rate_of
 from cairn.formats.common.match_layout import refuse
 from cairn.formats.common.outgoing import Outgoing, weights_of
-from cairn.formats.common.resume_lr import rate_of
 from cairn.formats.huggingface.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,

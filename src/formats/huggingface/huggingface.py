@@ -1,5 +1,7 @@
 """Hugging Face directories: config.json, a tokenizer, and files of weights with the hub's names (`hub`)."""
 
+import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +12,54 @@ from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.common.roundtrip import KeptValues
-from cairn.formats.huggingface.card import FILE_NAME, model_card
-from cairn.model.companions import companion_files
-from cairn.model.described import about_model, as_file, with_both_forms, with_dtype
+from cairn.model.described import about_model, as_file, companion_files, with_both_forms, with_dtype
+
+# Writes the model card of an exported model: a README.md with the header that the Hugging Face hub reads.
+
+
+FILE_NAME = "README.md"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+METHODS = {
+    "sft": "supervised fine-tuning (SFT)",
+    "dpo": "learning from preferences (DPO and its relatives)",
+    "reward": "training a reward model",
+    "reinforcement-learning": "reinforcement learning (RL)",
+}
+"""What made the weights: the hub's tag, and in words."""
+
+
+def model_card(content: Content, dtype: str | None) -> str:
+    """The card: base model, how the weights were made, and the settings, as far as the step says.
+
+    Args:
+        dtype: torch's name of the data type that was asked for; None: as in training.
+    """
+    origin = content.origin
+    base, method = origin.get("base"), origin.get("method")
+    header = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if base and HUB_NAME.fullmatch(base):
+        header.append(f"base_model: {base}")
+    if data := [name for name in origin.get("data", "").split(", ") if HUB_NAME.fullmatch(name)]:
+        header += ["datasets:", *(f"- {name}" for name in data)]
+    header += ["tags:", "- cairn", *([f"- {method}"] if method else [])]
+    step = f"step {content.step}" if content.step else "a step"
+    lines = [f"The weights of {step} of a run of Cairn {origin.get('version', '')}".rstrip() + ".", ""]
+    known = {
+        "Base model": base,
+        "Made by": METHODS.get(method or ""),
+        "Data": origin.get("data"),
+        "Samples trained on": content.samples,
+        "Tokens trained on": content.tokens,
+        "Optimiser": content.optimizer,
+        "Data type": dtype,
+        "Run": origin.get("run"),
+        "Saved": origin.get("saved"),
+    }
+    lines += [f"- {name}: {value}" for name, value in known.items() if value]
+    if content.settings:
+        settings = [f"{name} = {json.dumps(value)}" for name, value in sorted(content.settings.items())]
+        lines += ["", "## Settings of the run", "", "```", *settings, "```"]
+    return "\n".join(["---", *header, "---", "", "# " + (base or "Model").rpartition("/")[2], "", *lines, ""])
 
 
 class HuggingFace:
@@ -63,7 +110,7 @@ def weights_in(folder: Path) -> Mapping[str, TensorSource]:
     try:
         return find_tensors(folder, "model")
     except FileNotFoundError:
-        from cairn.formats.torch_file.bin_files import has_bin_files, read_bin_files  # imports torch
+        from cairn.formats.torch_file.pickled import has_bin_files, read_bin_files  # imports torch
 
         if not has_bin_files(folder):
             raise

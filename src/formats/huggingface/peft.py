@@ -11,9 +11,9 @@ from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.huggingface.huggingface import weights_in
 from cairn.model.adapters import base_folder, is_adapter, merged_weights
-from cairn.model.companions import companion_files
+from cairn.model.described import companion_files
 from cairn.model.peft_settings import adapter_settings
-from cairn.run.end_tokens import GENERATION_CONFIG
+from cairn.run.conversations import GENERATION_CONFIG
 from cairn.run.recipe import tokenizer_files
 
 
@@ -35,7 +35,7 @@ class Peft:
         Raises:
             CheckpointError: the base is not there or is another model, or the adapter can't be merged.
         """
-        from cairn.formats.huggingface.wider import base_for  # imports transformers
+        from cairn.formats.transfer.agreement import base_for  # imports transformers
 
         adapter_settings(source)  # before anything large is read
         base = base_folder(source, model)

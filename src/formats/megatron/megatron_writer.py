@@ -23,8 +23,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.formats.base import Content, WriteOptions
-from cairn.formats.common.conversion import written_dtypes
+from cairn.formats.base import Content, WriteOptions, written_dtypes
 from cairn.formats.common.outgoing import Outgoing
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_writer import ReadingPlanner

@@ -34,8 +34,10 @@ class PlainFile:
             FileNotFoundError: there is no such file.
             Damaged: it is invalid, holds no state dict, or would execute code.
         """
-        from cairn.formats.torch_file.bin_files import state_dict_in  # imports torch
-        from cairn.formats.torch_file.pickled import load_pickled
+        from cairn.formats.torch_file.pickled import (
+            load_pickled,
+            state_dict_in,  # imports torch
+        )
 
         source = source / FILE if source.is_dir() else source
         try:

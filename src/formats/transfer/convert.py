@@ -15,7 +15,7 @@ from cairn.formats import FORMATS, Stage, no_progress
 from cairn.formats.common.match_layout import weights_of
 from cairn.formats.transfer.export_step import appearing
 from cairn.formats.transfer.import_step import companions_of, fitted
-from cairn.model.weight_digests import damage_in, note_sums
+from cairn.model.described import damage_in, note_sums
 from cairn.run.errors import UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, naming, sync

@@ -154,7 +154,7 @@ def _hub_names(weights: Mapping[str, TensorSource], layout: "Layout") -> dict[st
     """Weights by the hub's names, without copies of tied ones; what has no place keeps its name."""
     from cairn.checkpoint.tensors.layout import TensorSpec
     from cairn.formats.common.tensor_views import TensorSection
-    from cairn.model.tied_weights import tied_apart
+    from cairn.model.hub_layout import tied_apart
 
     places = {name: place for name, place in layout.find(weights.keys()).items() if name in weights}
     hub = {place: name for name, place in layout.places.items()}

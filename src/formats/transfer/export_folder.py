@@ -20,7 +20,7 @@ from cairn.checkpoint.manifest import FILE_NAME, STEP_NAME, CheckpointError, loa
 from cairn.checkpoint.step_index import step_of
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore, remove_folder
-from cairn.config.export import ExportConfig
+from cairn.config.ckpt import ExportConfig
 from cairn.formats import QUANTIZATIONS
 from cairn.formats.base import WEIGHT_DTYPES, WriteOptions
 from cairn.run.errors import UsageError

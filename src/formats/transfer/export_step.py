@@ -15,7 +15,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
 from cairn.checkpoint.step_folder import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats import EXPORTERS, FORMATS, Content, Stage, Verification, WriteOptions, no_progress
-from cairn.formats.common.conversion import written_bytes
+from cairn.formats.base import written_bytes
 from cairn.formats.common.verified_reads import CheckedStep
 from cairn.formats.transfer.export_folder import RECORD, UNFINISHED, Exports, refuse_options
 from cairn.model.adapters import is_adapter

@@ -29,8 +29,14 @@ from cairn.formats import Content, Stage, no_progress, read_foreign
 from cairn.formats.common.match_layout import state_of, weights_of
 from cairn.formats.common.value_head import critic_of
 from cairn.formats.transfer.agreement import agree
-from cairn.model.companions import companion_files, with_tokenizer_of
-from cairn.model.described import FILE_NAME, about_model, as_file, with_both_forms
+from cairn.model.described import (
+    FILE_NAME,
+    about_model,
+    as_file,
+    companion_files,
+    with_both_forms,
+    with_tokenizer_of,
+)
 from cairn.model.hub_layout import Layout
 from cairn.model.untrusted_config import check_link, check_plain
 from cairn.run.errors import UsageError

@@ -20,8 +20,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import ADAPTER_CONFIG
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
-from cairn.inference.adapter_folder import NAME
 from cairn.inference.plugin.weight_files import UnusableWeights, identities, look_at
+from cairn.inference.vllm_command import NAME
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
 from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums

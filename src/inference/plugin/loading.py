@@ -35,9 +35,9 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from cairn.checkpoint.tensors.layout import tensor_files
-from cairn.inference.log_reason import MODEL_REFUSED
 from cairn.inference.plugin.weight_checks import held_by
 from cairn.inference.plugin.weight_files import WORKERS
+from cairn.inference.server import MODEL_REFUSED
 from cairn.policy.checksums import checksum
 from cairn.policy.errors import Unfit
 

@@ -20,8 +20,7 @@ from cairn.inference.plugin.merging import Merging, in_groups
 from cairn.inference.plugin.weight_files import UnusableWeights, check_folder, look_at, read_weights
 from cairn.model.adapters import is_adapter
 from cairn.policy.errors import NotHeld, Unchanged
-from cairn.policy.receiver import WeightReceiver
-from cairn.policy.source import Source, read_source
+from cairn.policy.receiver import Source, WeightReceiver, read_source
 from cairn.run.files import DamagedFile
 
 logger = init_logger("vllm.cairn")

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from cairn.inference.log_reason import MODEL_REFUSED
+from cairn.inference.server import MODEL_REFUSED
 
 UNQUANTISED = (
     UnquantizedLinearMethod,

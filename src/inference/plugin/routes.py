@@ -20,8 +20,6 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 
-from cairn.inference.adapter_folder import adapter_folder
-from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.auth import Guard, failure
@@ -29,6 +27,7 @@ from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, Ope
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.inference.plugin.weight_swap import Swapping
+from cairn.inference.vllm_command import adapter_folder, samples_of
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cairn.inference.client import Backoff, InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation, ServedAdapter
-from cairn.policy.source import read_source
+from cairn.policy.receiver import read_source
 from cairn.run.messages import PolicyName, Probe
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,11 @@ from cairn.formats.transfer.export_folder import RunExports, refuse_options, run
 from cairn.launch.jobs.job import BackgroundPlace
 from cairn.launch.plan.start import Start
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
-from cairn.run.imports import importing
-from cairn.run.locking import lock
+from cairn.run.messages import Attempt
+from cairn.run.output import importing
 from cairn.run.process_groups import stop_on_signals
 from cairn.run.progress import Stage, lines, progress_bars
 

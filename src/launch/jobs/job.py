@@ -11,14 +11,12 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.supervise.restarts import RestartRule
 from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import Seat
-from cairn.run.cpu_time import ProcessorUse
+from cairn.launch.supervise.seat import RestartRule, Seat
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
-from cairn.run.processes import bring_forward, put_in_background
+from cairn.run.processes import ProcessorUse, bring_forward, put_in_background
 
 PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""

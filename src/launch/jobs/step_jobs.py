@@ -11,8 +11,8 @@ from cairn.config.kinds import RunConfig
 from cairn.launch.jobs.export import ExporterPlace, exports_of
 from cairn.launch.jobs.job import BackgroundPlace
 from cairn.launch.jobs.upload import UploaderPlace, uploads_of
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import Attempt
 
 POLL_SECONDS = 0.05
 

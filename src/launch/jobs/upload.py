@@ -17,13 +17,12 @@ from cairn.remote.client.objects import RETRY_SECONDS
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import Limit, RunUploads, Uploader
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt
-from cairn.run.cpu_time import ProcessorUse
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, lock
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
-from cairn.run.locking import lock
 from cairn.run.machine import bytes_of
+from cairn.run.messages import Attempt
 from cairn.run.process_groups import stop_on_signals
+from cairn.run.processes import ProcessorUse
 from cairn.run.progress import lines, progress_bars
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.remote import Objects
 from cairn.remote.run_files import Copies, RunFiles
-from cairn.run.attempt import Attempt
 from cairn.run.directory import JOURNALS, RunDirectory
 from cairn.run.files import make_folders, parse_json, write_atomic, write_json
 from cairn.run.jsonlines import JsonLines, Row
+from cairn.run.messages import Attempt
 from cairn.run.metrics import lost, ranges_of
 
 Line = tuple[bytes, Row]

@@ -9,12 +9,11 @@ from typing import Any
 
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.rl import RLConfig
 from cairn.config.teachers import START, WithTeachers, is_served
-from cairn.config.trainer import TrainerBase
+from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.jobs.export import exports_in_words
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.environments import facts_of

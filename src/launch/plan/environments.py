@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.advantages import make_advantage
+from cairn.orchestrator.completion.answers import check_parsers
+from cairn.orchestrator.environment_identity import orchestrator_recipe
 from cairn.orchestrator.environments import (
     AskedEnvironment,
     BadEnvironment,
@@ -22,8 +24,6 @@ from cairn.orchestrator.environments import (
     check_environment,
     check_environments,
 )
-from cairn.orchestrator.identity import orchestrator_recipe
-from cairn.orchestrator.parsers import check_parsers
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async

@@ -11,21 +11,21 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.environment import EvalConfig
 from cairn.config.evaluate import EvaluateConfig
-from cairn.config.evaluation import EvalConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
 from cairn.evaluate.policies import Policy
 from cairn.launch.plan.model import described, is_step, resolve_model
 from cairn.launch.plan.run_plan import Draft
+from cairn.orchestrator.completion.answers import check_parsers
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
-from cairn.orchestrator.parsers import check_parsers
 from cairn.remote import RemoteStore
-from cairn.run.addresses import is_url
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
+from cairn.run.object_store import is_url
 from cairn.run.output import printable
 from cairn.tools.ckpt_places import split, store_in
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.inference.base_model import differing_files
 from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.inference.vllm_command import differing_files
 from cairn.launch.plan.settings import settle
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
-from cairn.config.gpus import listing, names_in
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.rl import RLConfig
+from cairn.config.shared import listing, names_in
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import Build
 from cairn.launch.plan.colocation import taking_turns

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.tensors.remote_ranges import away_files
-from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
 from cairn.config.teachers import START, is_served
-from cairn.config.trainer import TrainerBase
+from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.plan.memory_estimate import (
     Need,
     TrainedModel,
@@ -23,8 +22,8 @@ from cairn.launch.plan.memory_estimate import (
     with_cache,
 )
 from cairn.run.errors import UsageError
-from cairn.run.imports import importing
 from cairn.run.machine import Machine
+from cairn.run.output import importing
 
 if TYPE_CHECKING:
     from cairn.trainer.models.footprint import Footprint

@@ -11,18 +11,23 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step_folder import StepFolder
-from cairn.config.lora import LoraConfig
-from cairn.config.model import ModelConfig
+from cairn.config.model import LoraConfig, ModelConfig
 from cairn.formats import FORMATS, format_of
 from cairn.model.adapters import base_of_adapter
-from cairn.model.described import about_model
-from cairn.model.disagreeing import UNQUANTIZED, disagrees, quantization_of, refuse_quantized
+from cairn.model.described import (
+    UNQUANTIZED,
+    about_model,
+    damage_in,
+    disagrees,
+    note_sums,
+    quantization_of,
+    refuse_quantized,
+)
 from cairn.model.peft_settings import adapter_settings
-from cairn.model.weight_digests import damage_in, note_sums
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, read_json, sync
-from cairn.run.imports import importing
+from cairn.run.output import importing
 from cairn.run.progress import progress_bars
 
 HUGGING_FACE = {"hf", "hf-trainer"}

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.step_folder import CRITIC, StepFolder
-from cairn.config.critic import POLICY_AGAIN
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.teachers import START, WithTeachers, is_served
-from cairn.config.trainer import TrainerBase
+from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.plan.model import described, is_step, resolve_model, vocabulary_size
 from cairn.launch.plan.start import Start
-from cairn.model.weight_digests import changed, sums_of, weight_files
+from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.errors import UsageError
 from cairn.run.recipe import TOKENIZER_FILES, tokenizer_of
 

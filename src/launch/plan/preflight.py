@@ -121,8 +121,8 @@ def _limits(subject: Subject) -> Iterator[str]:
 
 def _data(subject: Subject) -> Iterator[str]:
     """The template shows all of the records, and what is learned of a drawn sample is no surprise."""
+    from cairn.run.conversations import end_tokens
     from cairn.run.data_sets import BadRecord
-    from cairn.run.end_tokens import end_tokens
     from cairn.trainer.data.looking import limits_of, look_at_data
 
     trainer: Any = subject.trainer
@@ -153,8 +153,8 @@ def _data(subject: Subject) -> Iterator[str]:
 def _prompts(subject: Subject) -> Iterator[str]:
     """Problems can be asked with the model's template, and rollouts are not longer than what is learned."""
     from cairn.config.trainer import TrainerConfig
-    from cairn.orchestrator.chat import ChatFormat
-    from cairn.orchestrator.lengths import context_by, look_at_prompts
+    from cairn.orchestrator.completion.chat import ChatFormat
+    from cairn.orchestrator.prompts.prompt_lengths import context_by, look_at_prompts
 
     facts, trainer = dict(subject.facts), subject.trainer
     if not facts.get("asked"):

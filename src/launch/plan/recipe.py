@@ -8,9 +8,9 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
-from cairn.config.critic import critic_problem
 from cairn.config.kinds import KINDS, RunConfig, RunKind
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
+from cairn.config.trainer import critic_problem
 from cairn.formats import FORMATS
 from cairn.launch.plan.model import foreign_format
 from cairn.launch.plan.other_models import check_models_beside
@@ -18,17 +18,15 @@ from cairn.launch.plan.preflight import look_at_records
 from cairn.launch.plan.run_plan import Draft
 from cairn.launch.plan.start import Start
 from cairn.model.adapters import base_of_adapter, held_base
-from cairn.model.described import about_model
-from cairn.model.disagreeing import QUANTIZATION
-from cairn.orchestrator.identity import changes_since, unknown_since
-from cairn.run.attempt import Attempt
+from cairn.model.described import QUANTIZATION, about_model
+from cairn.orchestrator.environment_identity import changes_since, unknown_since
 from cairn.run.changes import Change, Settings, check_accepted, in_words, measured_anew
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import RoleFailed
 from cairn.run.files import DamagedFile, read_json, write_json
-from cairn.run.imports import importing
-from cairn.run.output import start_logging
+from cairn.run.messages import Attempt
+from cairn.run.output import importing, start_logging
 from cairn.run.recipe import (
     NOT_ARCHITECTURE,
     TRAINER,

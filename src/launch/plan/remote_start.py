@@ -23,13 +23,11 @@ from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client.probing import probe
 from cairn.remote.header_download import bring_beginnings
 from cairn.remote.uploads import note_origin
-from cairn.run.addresses import is_url
-from cairn.run.attempt import Attempt
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders
-from cairn.run.locking import lock
-from cairn.run.object_store import NoCredentials, TransientError
+from cairn.run.messages import Attempt
+from cairn.run.object_store import NoCredentials, TransientError, is_url
 from cairn.run.progress import progress_bars
 
 FETCHED = "fetched"

@@ -21,9 +21,9 @@ from cairn.launch.plan.environments import Checked
 from cairn.launch.plan.gpu_assignment import Placing
 from cairn.launch.plan.settings import Choice
 from cairn.launch.plan.start import Start, StartDamaged
-from cairn.run.attempt import Attempt
 from cairn.run.errors import CairnError
 from cairn.run.machine import Machine
+from cairn.run.messages import Attempt
 
 ALWAYS = ("config", "machine")
 """What every step may read without saying so: it is there from the beginning, if only as it was given."""

@@ -16,7 +16,7 @@ from cairn.config.kinds import RunConfig
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_DAMAGED
-from cairn.run.patience import why_exhausted
+from cairn.run.metrics import why_exhausted
 
 
 @dataclass(frozen=True)

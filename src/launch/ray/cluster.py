@@ -11,7 +11,7 @@ from ray.exceptions import RpcError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cairn.config.gpus import names_in
+from cairn.config.shared import names_in
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray import local as local_ray
 from cairn.launch.ray.access_token import join_with_token

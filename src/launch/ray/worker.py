@@ -12,9 +12,8 @@ from ray.util import get_node_ip_address
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.worker_environment import adopt
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt, Outcome
-from cairn.run.imports import importing
-from cairn.run.output import log_crashes
+from cairn.run.messages import Attempt, Outcome
+from cairn.run.output import importing, log_crashes
 from cairn.run.process_groups import stop_on_signals
 from cairn.run.processes import die_after, in_background
 

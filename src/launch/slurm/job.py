@@ -17,12 +17,11 @@ from urllib.parse import urlsplit
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
-from cairn.config.preemption import PreemptionConfig
 from cairn.config.rl import RLConfig
-from cairn.config.slurm import SlurmConfig
-from cairn.run.addresses import is_loopback
+from cairn.config.shared import PreemptionConfig, SlurmConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, write_atomic
+from cairn.run.object_store import is_loopback
 
 FOLDER = "slurm"
 """Folder in the run directory for the job's script, settings and logs."""

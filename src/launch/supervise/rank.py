@@ -10,8 +10,8 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.worker import Assignment, RayProcess
 from cairn.launch.supervise.rank_process import RankProcess
 from cairn.launch.supervise.seat import Seat
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import Attempt
 
 
 class RankPlace(Seat):

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.worker import Assignment, RayProcess, Worker
-from cairn.run.attempt import Attempt
+from cairn.run.messages import Attempt
 
 PING_SECONDS = 2.0
 

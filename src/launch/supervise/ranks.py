@@ -22,13 +22,13 @@ from cairn.launch.plan.start import StartDamaged
 from cairn.launch.ray.cluster import ClusterPlacement, cluster_ranks, end_ray, start_ray
 from cairn.launch.supervise.rank import RankPlace
 from cairn.launch.supervise.rank_process import RankProcess
-from cairn.launch.supervise.restarts import RestartRule
+from cairn.launch.supervise.seat import RestartRule
 from cairn.launch.supervise.spares import Spares
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt, Outcome
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, OutOfMemory, UsageError
 from cairn.run.exits import RayFailed, RoleFailed
+from cairn.run.messages import Attempt, Outcome
 from cairn.run.metrics import MetricsLog
 from cairn.run.process_groups import log_end
 from cairn.run.waiting import Patience

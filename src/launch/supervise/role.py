@@ -7,9 +7,8 @@ from pathlib import Path
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.plan.start import StartDamaged
-from cairn.launch.supervise.restarts import RestartRule
 from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import Seat
+from cairn.launch.supervise.seat import RestartRule, Seat
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

@@ -21,11 +21,11 @@ from cairn.launch.plan.run_plan import RunPlan
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.ray.folder import remove_private_folders
 from cairn.launch.supervise.role import OWN_WORKERS, RolePlace
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
+from cairn.run.messages import Attempt
 from cairn.run.output import outlive_terminal
 from cairn.run.process_groups import stop_on_signals
 from cairn.run.signals import say

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from cairn.orchestrator.endpoint import chat_completions, messages, responses
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest
-from cairn.orchestrator.endpoint.body import read_body
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, read_body
 from cairn.orchestrator.endpoint.session import Exchange, Session
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.chat import NoPrompt
+from cairn.orchestrator.completion.chat import NoPrompt
 from cairn.orchestrator.endpoint.asked import Asked, Rules, UnanswerableRequest
 
 if TYPE_CHECKING:

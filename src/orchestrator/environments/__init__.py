@@ -1,16 +1,7 @@
 """Where prompts and rewards come from."""
 
 from cairn.orchestrator.environments.agent import AgentPrograms
-from cairn.orchestrator.environments.asked import AskedEnvironment
-from cairn.orchestrator.environments.elsewhere import AskedElsewhere
-from cairn.orchestrator.environments.group_rewards import GroupEnvironment, GroupRewarded
-from cairn.orchestrator.environments.making import (
-    BUILT_IN,
-    ask,
-    check_environment,
-    check_environments,
-    make_environment,
-)
+from cairn.orchestrator.environments.calls import AskedEnvironment
 from cairn.orchestrator.environments.program import (
     LARGEST_SNAPSHOT,
     Model,
@@ -20,10 +11,25 @@ from cairn.orchestrator.environments.program import (
     Snapshot,
     no_tool_parser,
 )
-from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed, Unscored
+from cairn.orchestrator.environments.protocol import (
+    COUNTED,
+    MALFORMED_CALLS,
+    BadEnvironment,
+    Environment,
+    EnvironmentFailed,
+    Rewards,
+    Unscored,
+)
+from cairn.orchestrator.environments.registry import (
+    BUILT_IN,
+    ask,
+    check_environment,
+    check_environments,
+    make_environment,
+)
 from cairn.orchestrator.environments.reverse_text import ReverseText, longest_common_subsequence
-from cairn.orchestrator.environments.rewards import COUNTED, MALFORMED_CALLS, Rewards
-from cairn.orchestrator.environments.single_turn import SingleTurn
+from cairn.orchestrator.environments.single_turn import GroupEnvironment, GroupRewarded, SingleTurn
+from cairn.orchestrator.environments.subprocess_env import AskedElsewhere
 from cairn.orchestrator.environments.tools import ToolEnvironment, ToolPrograms
 from cairn.orchestrator.environments.worlds import WorldEnvironment, WorldPrograms
 

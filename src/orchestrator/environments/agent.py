@@ -19,12 +19,16 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.endpoint.agent_process import Ended, inherited, log_of_agents, run_agent
 from cairn.orchestrator.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, checked_ignore
 from cairn.orchestrator.endpoint.server import Endpoint
-from cairn.orchestrator.environments.asked import wrong_with_methods
-from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.environments.calls import shortened, wrong_with_methods
 from cairn.orchestrator.environments.data_set import ProblemSource
 from cairn.orchestrator.environments.program import Model, Programs
-from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
-from cairn.orchestrator.environments.rewards import Rewards, says_nothing, to_json
+from cairn.orchestrator.environments.protocol import (
+    EnvironmentFailed,
+    Rewards,
+    Unscored,
+    says_nothing,
+    to_json,
+)
 from cairn.run.data_sets import content_digest, load_records
 from cairn.run.extensions import code_of, load
 

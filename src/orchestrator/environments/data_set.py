@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cairn.orchestrator.environments.asked import MAX_TURNS
-from cairn.orchestrator.environments.factories import load_factory, own_reward, tools_of
+from cairn.orchestrator.environments.calls import MAX_TURNS
+from cairn.orchestrator.environments.protocol import Rewards
 from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
-from cairn.orchestrator.environments.rewards import Rewards
+from cairn.orchestrator.environments.trl_env_factory import load_factory, own_reward, tools_of
 from cairn.run.data_sets import (
     BadRecord,
     DataSetPart,

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cairn.orchestrator.environments.asked import AskedEnvironment, wrong_with_methods
-from cairn.orchestrator.environments.rewards import Rewards
+from cairn.orchestrator.environments.calls import AskedEnvironment, wrong_with_methods
+from cairn.orchestrator.environments.protocol import Rewards
 from cairn.run.errors import UsageError
 
 LARGEST_SNAPSHOT = 2**18

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.environments.protocol import to_reward
 from cairn.orchestrator.environments.reward_model import reward_model
-from cairn.orchestrator.environments.rewards import to_reward
 from cairn.run.extensions import code_of, load
 
 SETTING = "orchestrator.environment.args.rewards"

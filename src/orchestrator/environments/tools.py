@@ -9,11 +9,17 @@ from typing import Any, Protocol
 from pydantic import ValidationError, validate_call
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods, wrong_with_turns
-from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.environments.calls import MAX_TURNS, shortened, wrong_with_methods, wrong_with_turns
 from cairn.orchestrator.environments.program import Model, Programs, no_tool_parser
-from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
-from cairn.orchestrator.environments.rewards import COUNTED, TOOL_COUNTS, Rewards, says_nothing, to_json
+from cairn.orchestrator.environments.protocol import (
+    COUNTED,
+    TOOL_COUNTS,
+    EnvironmentFailed,
+    Rewards,
+    Unscored,
+    says_nothing,
+    to_json,
+)
 from cairn.orchestrator.environments.single_turn import messages_of, wrong_with_conversation
 from cairn.orchestrator.environments.tool_schemas import CONFIG, choices_of, tool_schema
 from cairn.run.output import quoted, writable

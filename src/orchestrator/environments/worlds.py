@@ -16,11 +16,17 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods, wrong_with_turns
-from cairn.orchestrator.environments.calls import Calls, Raised, failed, shortened
+from cairn.orchestrator.environments.calls import (
+    MAX_TURNS,
+    Calls,
+    Raised,
+    failed,
+    shortened,
+    wrong_with_methods,
+    wrong_with_turns,
+)
 from cairn.orchestrator.environments.program import Model, Programs
-from cairn.orchestrator.environments.protocol import EnvironmentFailed, Reward
-from cairn.orchestrator.environments.rewards import Rewards, to_json
+from cairn.orchestrator.environments.protocol import EnvironmentFailed, Reward, Rewards, to_json
 from cairn.orchestrator.environments.single_turn import wrong_with_conversation
 from cairn.orchestrator.environments.times import CallTimes
 from cairn.run.output import writable

@@ -18,7 +18,7 @@ import numpy as np
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger.schema import FORMAT, batch_of, spans_of, upgrade
-from cairn.orchestrator.order import Order, Portion
+from cairn.orchestrator.prompt_order import Order, Portion
 from cairn.run.messages import ShippedBatch
 
 Row = dict[str, Any]

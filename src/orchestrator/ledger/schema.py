@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.orchestrator.order import Order, Portion
+from cairn.orchestrator.prompt_order import Order, Portion
 from cairn.orchestrator.rollouts import Rollout, Turn
 from cairn.run.messages import ShippedBatch
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,6 @@ from urllib.parse import urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.manifest import FileEntry
-from cairn.remote.client.listing import Listed, folders, listed
 from cairn.remote.client.upload_body import UploadBody, chunks_of
 from cairn.remote.client.upload_journal import Listing, Sent, SentParts
 from cairn.run.files import sync
@@ -19,9 +19,46 @@ from cairn.run.object_store import REQUEST_SECONDS, RETRY_SECONDS, Exists, Objec
 from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
-    from cairn.remote.client.multipart import Multipart, Unfinished
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+    from cairn.remote.client.multipart import Multipart, ServerCopies, Unfinished
     from cairn.remote.client.s3 import S3
-    from cairn.remote.client.server_copies import ServerCopies
+
+# What an object store tells of its objects in lists.
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An object: its size in bytes, its ETag, and when it was put, by the clock of the object store.
+
+    The ETag is another one once the object is replaced by one with another content.
+    """
+
+    size: int
+    etag: str | None
+    modified: datetime
+
+
+def listed(store: "ObjectStore", prefix: str) -> dict[str, Listed]:
+    """The objects whose names begin with the folder `prefix`, by name; one request for every thousand."""
+    import obstore
+
+    pages: Iterable[Sequence[ObjectMeta]] = obstore.list(store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
+    return {
+        entry["path"]: Listed(entry["size"], tag(entry["e_tag"]), entry["last_modified"])
+        for page in pages
+        for entry in page
+    }
+
+
+def folders(store: "ObjectStore") -> list[str]:
+    """The names of the folders at the top; one request for every thousand."""
+    import obstore
+
+    found = obstore.list_with_delimiter(store)  # pyright: ignore[reportUnknownMemberType]
+    return [path.rstrip("/") for path in found["common_prefixes"]]
+
 
 CONCURRENT_PARTS = 8
 PIECE_BYTES = 1 << 20
@@ -199,8 +236,7 @@ class Objects(ObjectReader):
 
     def _within(self, s3: "S3") -> "tuple[ServerCopies, Multipart]":
         """ServerCopies with checksums, and uploads that go on where they ended; obstore has neither."""
-        from cairn.remote.client.multipart import Multipart
-        from cairn.remote.client.server_copies import ServerCopies
+        from cairn.remote.client.multipart import Multipart, ServerCopies
 
         copies = ServerCopies(s3)
         return copies, Multipart(s3, copies, self._has, CONCURRENT_PARTS)

@@ -4,10 +4,18 @@
 that grows. Whoever shows a run asks here, so that the terminal, a command and a page say the same.
 """
 
-from cairn.run.diagnosis.data import CutSamples, UnlearnedRecords
 from cairn.run.diagnosis.learning import AnswersCutOff, NoSpread, NothingLearned, SummedScores
 from cairn.run.diagnosis.rule import Diagnosis, Finding, Rule, RuleInput, findings
-from cairn.run.diagnosis.work import FailedAnswers, GivenUp, MalformedCalls, NoCalls, OtherPushes, SlowRewards
+from cairn.run.diagnosis.work import (
+    CutSamples,
+    FailedAnswers,
+    GivenUp,
+    MalformedCalls,
+    NoCalls,
+    OtherPushes,
+    SlowRewards,
+    UnlearnedRecords,
+)
 
 RULES: tuple[Rule, ...] = (
     GivenUp(),

@@ -12,8 +12,8 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import kind_of
-from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
+from cairn.run.messages import Attempt
 from cairn.run.view import RunView
 from cairn.tools.audit.contents import check_contents
 from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_whole_ledger

@@ -11,9 +11,8 @@ from cairn.checkpoint.step_folder import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.ledger import RESTS, LedgerContent, read_ledger
 from cairn.orchestrator.rollouts import LEAST
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.messages import PolicyName, ShippedBatch
+from cairn.run.messages import Attempt, PolicyName, ShippedBatch
 from cairn.tools.audit.programs import check_turns
 from cairn.tools.audit.report import Epoch, Report, Row
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger import LedgerContent, read_sampled
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, read_json
+from cairn.run.messages import Attempt
 from cairn.tools.audit.report import Report
 
 

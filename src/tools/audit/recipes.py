@@ -8,7 +8,7 @@ from typing import Any
 from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
-from cairn.orchestrator.identity import same_environment
+from cairn.orchestrator.environment_identity import same_environment
 from cairn.run.changes import Settings
 from cairn.run.data_sets import same_records
 from cairn.run.directory import RunDirectory

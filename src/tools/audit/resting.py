@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cairn.config.pools import PoolsConfig
+from cairn.config.environment import PoolsConfig
 from cairn.orchestrator.ledger import RESTS, LedgerContent
-from cairn.orchestrator.pools import pool_of
-from cairn.run.attempt import Attempt
+from cairn.orchestrator.prompts.prompts import pool_of
+from cairn.run.messages import Attempt
 from cairn.tools.audit.recipes import Recipe
 from cairn.tools.audit.report import Report, Row
 

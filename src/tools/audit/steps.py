@@ -10,11 +10,11 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
+from cairn.run.history import Rewind
+from cairn.run.messages import Attempt
 from cairn.run.metrics import CHAIN, CHAINED, MetricsLog, chained, lost, ranges_of
-from cairn.run.rewinds import Rewind
 from cairn.tools.audit.report import Report, Row
 
 # Metrics

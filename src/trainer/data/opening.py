@@ -7,7 +7,7 @@ from typing import Any
 from cairn.config.data import RecordsConfig
 from cairn.config.trainer import TrainerBase
 from cairn.run.data_sets import BadRecord, identity_of
-from cairn.run.mixture import Mixture
+from cairn.run.seeds import Mixture
 from cairn.trainer.data import preference_forms
 from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
 from cairn.trainer.data.streaming import StreamSource

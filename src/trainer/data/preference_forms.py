@@ -265,4 +265,4 @@ FORMS = {
         drops=False,
     ),
 }
-"""By name, as in `cairn.config.pair_loss.TOGETHER`."""
+"""By name, as in `cairn.config.preferences.TOGETHER`."""

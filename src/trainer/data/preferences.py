@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cairn.config.pair_loss import TOGETHER
-from cairn.config.preferences import PreferenceDataConfig
+from cairn.config.preferences import TOGETHER, PreferenceDataConfig
 from cairn.run.batches import Sample
 from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord
 from cairn.run.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
-from cairn.model.weight_digests import changed, sums_of, weight_files
+from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE

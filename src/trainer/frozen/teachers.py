@@ -40,7 +40,7 @@ class TeacherModels:
         """Load the models that are no servers; all ranks call it, once the policy's weights are loaded.
 
         Args:
-            sums: of the weights in folders, by folder; see `cairn.model.weight_digests`.
+            sums: of the weights in folders, by folder; see `cairn.model.described`.
         """
         self._group = group
         self._policy = policy

@@ -51,7 +51,7 @@ LOSSES: dict[str, type[Loss]] = {
     "orpo": ORPO,
     "bradley_terry": BradleyTerry,
 }
-"""By type; `cairn.config.loss` says which are for SFT and which for RL, `cairn.config.pair_loss` which are
+"""By type; `cairn.config.loss` says which are for SFT and which for RL, `cairn.config.preferences` which are
 for preferences, and both what each is made with."""
 
 

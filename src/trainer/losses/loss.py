@@ -160,7 +160,7 @@ class Loss(ABC):
     needs_reference: bool = False
     """For losses of preferences: whether it asks for the column `reference_logps`."""
     form: str | None = None
-    """For losses of preferences: what its records must be, a name in `cairn.config.pair_loss.TOGETHER`."""
+    """For losses of preferences: what its records must be, a name in `cairn.config.preferences.TOGETHER`."""
     takes_kl: bool = False
     """Whether it subtracts `kl` from what each token adds to its objective."""
     kl: "KLPenalty | None" = None

@@ -22,7 +22,7 @@ from cairn.checkpoint.tensors.placement import Stored, at_places, local_values
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
-from cairn.model.companions import companion_files
+from cairn.model.described import companion_files
 from cairn.model.hub_layout import layout_of, tensors_in_memory
 from cairn.run.errors import UsageError
 from cairn.run.recipe import base_of

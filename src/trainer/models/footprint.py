@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.utils import logging as transformers_logging
 
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
-from cairn.config.lora import LoraConfig
+from cairn.config.model import LoraConfig
 from cairn.trainer.attention.choice import Device, caps_attention, choose
 from cairn.trainer.models.lora import adapt
 from cairn.trainer.models.model import layers_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cairn.config.lora import ALL_LINEAR, LoraConfig
+from cairn.config.model import ALL_LINEAR, LoraConfig
 from cairn.run.errors import UsageError
 
 logger = logging.getLogger(__name__)

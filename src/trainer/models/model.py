@@ -26,10 +26,8 @@ from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.placement import Place, Stored, at_places
 from cairn.config.trainer import TrainerBase
 from cairn.formats import FORMATS
-from cairn.model.companions import companion_files
-from cairn.model.described import FILE_NAME, about_model, carried_over
-from cairn.model.hub_layout import layout_of, tensors_in_memory
-from cairn.model.tied_weights import tied_apart
+from cairn.model.described import FILE_NAME, about_model, carried_over, companion_files
+from cairn.model.hub_layout import layout_of, tensors_in_memory, tied_apart
 from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention

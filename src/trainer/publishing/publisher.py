@@ -14,11 +14,10 @@ import torch
 from cairn.config.trainer import TrainerConfig
 from cairn.policy.checksums import merged, remove_checksums, write_checksums
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
-from cairn.run.messages import ROUNDING, Probe, write_probe
+from cairn.run.messages import ROUNDING, Attempt, Probe, write_probe
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows

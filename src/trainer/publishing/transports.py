@@ -13,8 +13,8 @@ from cairn.checkpoint.step_folder import OF_ADAPTERS
 from cairn.checkpoint.tensors.sharded_files import OutgoingTensors, Stored
 from cairn.policy.checksums import RunningSums
 from cairn.policy.network import address_towards
+from cairn.policy.receiver import Source
 from cairn.policy.sender import WeightSender
-from cairn.policy.source import Source
 from cairn.run.errors import UsageError
 from cairn.run.versions import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup

@@ -27,9 +27,9 @@ from cairn.config.ckpt import CkptConfig
 from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.directory import RunDirectory
+from cairn.run.history import spared_for_rewinds, to_json
 from cairn.run.machine import available_memory, bytes_of
-from cairn.run.rates import Span
-from cairn.run.rewinds import spared_for_rewinds, to_json
+from cairn.run.waiting import Span
 from cairn.trainer.models.model import companions
 from cairn.trainer.state import Context
 

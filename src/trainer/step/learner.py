@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from cairn.config.optimizer import BaseOptimizerConfig
-from cairn.config.scheduler import SchedulerConfig
+from cairn.config.optimizer import BaseOptimizerConfig, SchedulerConfig
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import BatchCounts, MicroBatch

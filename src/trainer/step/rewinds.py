@@ -8,10 +8,10 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
-from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
-from cairn.run.rewinds import Rewind, rewind_target
+from cairn.run.history import Rewind, rewind_target
+from cairn.run.messages import Attempt
 from cairn.trainer.saving.checkpoints import Checkpoints
 from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import TrainerState

@@ -7,11 +7,11 @@ from typing import Literal
 
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
+from cairn.run.messages import Attempt
 from cairn.run.waiting import wait_for
 from cairn.trainer.frozen.teachers import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup

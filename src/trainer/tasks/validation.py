@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cairn.config.data import ValidationConfig
 from cairn.config.trainer import SFTConfig
-from cairn.config.validation import ValidationConfig
 from cairn.run import heartbeat
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.changes import measured_anew
 from cairn.run.data_sets import load_records
 from cairn.run.errors import UsageError
-from cairn.run.patience import better, why_exhausted
+from cairn.run.metrics import better, why_exhausted
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.packing import make_rank_batch
