@@ -1,4 +1,4 @@
-"""Settings of records to train on: one data set, or several with weights."""
+"""Settings of records to train on, one data set or several with weights, and of validation."""
 
 import os
 import re

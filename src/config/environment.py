@@ -1,4 +1,4 @@
-"""Settings of environments."""
+"""Settings of environments: sampling, length penalties, difficulty pools, advantages and evaluations."""
 
 from typing import Any, ClassVar, Literal, Self, cast
 

@@ -1,4 +1,4 @@
-"""Settings of the model."""
+"""Settings of the model: what is trained, low-rank adapters, and data types."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Settings of the optimisers; each type has its own."""
+"""Settings of the optimisers, of the learning rate's schedule, and of the guard against spikes."""
 
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast

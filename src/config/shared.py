@@ -1,4 +1,4 @@
-"""Settings that several commands have."""
+"""Settings that several commands have: GPUs, supervision, preemption, Slurm."""
 
 import os
 import re

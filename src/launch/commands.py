@@ -69,7 +69,7 @@ def _run(plan: RunPlan) -> int:
             attempt = begin(run, config, first, plan.recipe, command=plan.command)
             set_exports_aside(config, first, f"before_attempt_{attempt.number}")
             try:
-                return run_roles(plan, attempt)
+                return run_roles(run, plan, attempt)
             except StartDamaged as damaged:
                 _say_damage(plan, damaged)
                 if run.stop_requested():

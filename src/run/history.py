@@ -1,4 +1,4 @@
-"""`history.jsonl`: attempts, restarts and other events of a run, and what they cost."""
+"""`history.jsonl`: attempts, restarts, rewinds and other events of a run, and what they cost."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one row per optimiser step, each step once."""
+"""`metrics.jsonl`: one row per optimiser step, each step once; and the early stopping that reads it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Every random draw of a run comes from here."""
+"""Every random draw of a run comes from here, also which of several sources a record is from."""
 
 import bisect
 import hashlib

@@ -1,4 +1,4 @@
-"""Waiting for another process, with a deadline that names it."""
+"""Waiting for another process, with a deadline that names it; and how long saves and uploads took."""
 
 import asyncio
 import contextlib

@@ -147,13 +147,13 @@ import ray
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.gpu_assignment import use_gpus
 from cairn.launch.supervise.rank_process import RankProcess
-from cairn.launch.ray.cluster import Placement, start_ray
+from cairn.launch.ray.cluster import ClusterPlacement, start_ray
 from cairn.launch.ray.worker import _index_of
 
 config = SFTConfig(gpus="5,7", workers=2)
 use_gpus(config.gpus)
 start_ray(config)
-placement = Placement(config)
+placement = ClusterPlacement(config)
 ranks = [placement.start(number, Path(sys.argv[1]) / f"{number}.log") for number in range(2)]
 gpus = [rank.wait_started(120).gpu for rank in ranks]
 

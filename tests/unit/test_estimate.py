@@ -423,4 +423,6 @@ def test_a_dry_run_prints_the_estimate(
     text = printed("inference", "--machine", "1x0.0001G,1T", code=2)
     assert "error: the server needs " in text
     assert "the server" not in printed("sft", "--machine", "64G")
-    assert "no estimate of memory: /nowhere" in printed("sft", "--machine", "64G", "--model.name", "/nowhere")
+    text = printed("sft", "--machine", "64G", "--model.name", "/nowhere", code=2)
+    assert "no estimate of memory: /nowhere" in text
+    assert "error: --model.name /nowhere: there is no such folder" in text

@@ -336,6 +336,8 @@ def forked(number, handler=None):
 
 heard = []
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGHUP):  # nohup, or a shell's background, has them ignored
+        signal.signal(number, signal.SIG_DFL)
     with on_stop_signals(heard.append), on_stop_signals(heard.append):
         for method in ("fork", "forkserver", "spawn"):
             thread = threading.Thread(target=reward, args=[method, found := []])

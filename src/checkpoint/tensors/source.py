@@ -1,4 +1,4 @@
-"""The one interface to tensors whose values have not been read yet."""
+"""Tensors whose values have not been read yet: the one interface to them, and a cache of one storage."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Places of a run, which are kept filled: its roles (`role.py`) and trainer ranks (`rank.py`)."""
+"""A role or rank that must run, whichever process runs it, and when to restart a dead one."""
 
 import time
 from pathlib import Path

@@ -31,10 +31,13 @@ from cairn.run.process_groups import stop_on_signals
 from cairn.run.signals import say
 
 
-def run_roles(plan: RunPlan, attempt: Attempt) -> int:
+def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
     """Start the roles of the plan, restart those that die, stop the rest at the end; returns the exit code.
 
     Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
+
+    Args:
+        run: the directory that this process has locked: another object of the path knows nothing of the lock.
 
     Raises:
         RoleFailed: a role failed for good; the run directory was moved, removed or replaced; or the run is
@@ -44,7 +47,6 @@ def run_roles(plan: RunPlan, attempt: Attempt) -> int:
     """
     outlive_terminal()
     config, roles = plan.config, plan.roles
-    run: RunDirectory = config.run_directory()
     local_ray = KINDS[attempt.command].trainer(config).ray.address is None
     at_once = threading.Event()
     cut_short: str | None = None

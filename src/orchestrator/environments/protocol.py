@@ -54,7 +54,7 @@ def _does_not_fit(error: BaseException) -> bool:
     if not isinstance(error, TypeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent / "environments"
+    return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent
 
 
 def hint(error: BaseException) -> str:
