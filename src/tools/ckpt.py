@@ -19,7 +19,7 @@ from cairn.tools.ckpt_places import (
     flags_to_resume,
     local,
     local_run,
-    made_at,
+    name_of,
     new_run,
     place,
     run_config,
@@ -135,10 +135,10 @@ def _fork(arguments: argparse.Namespace) -> int:
         made, forked = fork(step, run, link=arguments.link)
         if url := arguments.step if isinstance(arguments.step, str) else _uploaded(step):
             note_origin(CheckpointStore(made.parent), url)
-    folder = made_at(target, made)
+    folder = name_of(target, made)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
-        print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})
+        print_json({"folder": folder, "run_id": forked.run_id, "parent": parent})
     else:
         say(f"{folder} is step {forked.step} of the new run {forked.run_id}; resume it with")
         say(f"  {flags_to_resume(target)}")

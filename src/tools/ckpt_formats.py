@@ -22,7 +22,6 @@ from cairn.tools.ckpt_places import (
     flags_to_resume,
     foreign,
     local,
-    made_at,
     name_of,
     new_folder,
     new_run,
@@ -267,12 +266,12 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
                 )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
-    folder = made_at(output_dir, made)
+    folder = name_of(output_dir, made)
     weights_only = manifest.parts == ["model"]
     if arguments.json:
         print_json(
             {
-                "folder": str(folder),
+                "folder": folder,
                 "format": name,
                 "step": manifest.step,
                 "run_id": manifest.run_id,

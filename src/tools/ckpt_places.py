@@ -62,7 +62,7 @@ def local_run(text: str) -> Path:
 
 
 def name_of(given: Place, step: Path) -> str:
-    """What a message calls the step in the folder `step`, if `given` is what the user gave."""
+    """What the user calls the step in the folder `step`, which is from `given`, or was made for it."""
     return str(step) if isinstance(given, Path) else f"{split(given)[0]}/{step.name}"
 
 
@@ -369,11 +369,6 @@ def new_run(target: Place) -> Generator[Path]:
         with progress_bars() as stage:
             for step in store.steps():
                 tier.take(store.folder(step), str(target), stage=stage)
-
-
-def made_at(target: Place, step: Path) -> Place:
-    """Where the step of a new run is, which `new_run` has made in the folder `step` for `target`."""
-    return step if isinstance(target, Path) else f"{split(target)[0]}/{step.name}"
 
 
 def flags_to_resume(target: Place) -> str:

@@ -19,8 +19,14 @@ from typing import Any
 
 from cairn.checkpoint.manifest import FileEntry
 from cairn.checkpoint.saving.arena import Arena, SaveFailed, Tensors, WriterDied
-from cairn.checkpoint.saving.carried_files import Carried, carry
-from cairn.checkpoint.saving.unchanged_files import ConstantFiles, Names, announce_links, wait_for_links
+from cairn.checkpoint.saving.unchanged_files import (
+    Carried,
+    ConstantFiles,
+    Names,
+    announce_links,
+    carry,
+    wait_for_links,
+)
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.run.faults import fault_point

@@ -7,16 +7,21 @@ Every rank computes the checksums of its values at each save all the same, and t
 they are those of the parent's manifest. So a link never stands for other values, and retention need not
 count references: the file system keeps the bytes as long as a step has them. Where nothing can be linked (the
 first save, a parent that was deleted or damaged, a file system without hard links) the files are written.
+
+Files that each step takes over as they are, such as those of an adapter's base model, are linked likewise
+(`carry`). The first step has copies of them, compared with their checksums on the way.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content, check_size, load_manifest
 from cairn.checkpoint.receipts import make_receipt, note_of
 from cairn.checkpoint.saving.arena import Tensors, inside
@@ -25,9 +30,10 @@ from cairn.checkpoint.tensors.layout import FileLayout
 from cairn.checkpoint.tensors.placement import share_of
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.checkpoint.tensors.redistribute import in_rows
+from cairn.checkpoint.tensors.remote_ranges import away_files
 from cairn.checkpoint.tensors.sharded_files import plan_tensors, write_at
 from cairn.run.file_system import parts_of_pages
-from cairn.run.files import forget_cached, naming, sync, write_json, written_otherwise
+from cairn.run.files import forget_cached, make_folders, naming, sync, write_json, written_otherwise
 from cairn.run.waiting import wait_for
 
 LINKED = ".linked.part.json"
@@ -82,7 +88,9 @@ class ConstantFiles:
             if parent is not None:
                 # Whatever keeps it from being linked, it can be written.
                 with contextlib.suppress(OSError, CheckpointError):
-                    linked[file.name] = _link(parent, target, file, read_back=read_back)
+                    linked[file.name] = _link(
+                        parent, file.name, target, partial(_begins_as, file), read_back=read_back
+                    )
                     continue
             target.unlink(missing_ok=True)
             with naming(target), open(target, "xb") as out:  # never into a file that another step shares
@@ -178,23 +186,124 @@ def wait_for_links(
     return note["linked"]
 
 
-def _link(parent: Path, target: Path, file: FileLayout, *, read_back: bool) -> FileEntry:
-    """Make `target` a link to the same file of the step in the folder `parent`; returns its entry there.
+@dataclass(frozen=True)
+class Carried:
+    """A file: where it lies, and what it must hold. A source may be in an object store (`away`)."""
+
+    source: Path
+    entry: FileEntry
+
+    @classmethod
+    def of(cls, source: Path) -> "Carried":
+        """The file as it is now, which is read."""
+        return cls(source, FileEntry.read(source))
+
+    def is_there(self, entry: FileEntry, _path: Path) -> bool:
+        """Whether a step's file with this entry holds the same."""
+        return entry == self.entry
+
+
+def carry(
+    files: Mapping[str, Carried],
+    parent: Path | None,
+    folder: Path,
+    receipt: Path,
+    attempt: str,
+    *,
+    read_back: bool = False,
+    on_piece: Callable[[], None] = lambda: None,
+) -> None:
+    """Put `files`, by name within the step, into the step in `folder`, and write the receipt for them.
+
+    Args:
+        parent: the folder of the step before.
+        read_back: read what is linked or copied from the disk and compare.
+        on_piece: called before each piece that is copied; an error that it raises ends the saving.
+
+    Raises:
+        CheckpointError: a source holds something else by now.
+        OSError: a file can't be read or written.
+    """
+    checksums: dict[str, FileChecksum] = {}
+    for name, file in files.items():
+        target = folder / name
+        make_folders(target.parent)
+        linked = False
+        if parent is not None:
+            # Whatever keeps it from being linked, it can be copied.
+            with contextlib.suppress(OSError, CheckpointError):
+                _link(parent, name, target, file.is_there, read_back=read_back)
+                linked = True
+        if not linked:
+            target.unlink(missing_ok=True)
+            _copy(file, target, on_piece)
+            if read_back:
+                _check_disk(folder, name, file.entry)
+        crcs = {number: int(crc, 16) for number, crc in enumerate(file.entry.crc64nvme)}
+        checksums[name] = FileChecksum(file.entry.size, crcs, file.entry.size)
+    for where in {(folder / name).parent for name in files}:
+        sync(where)
+    write_json(receipt, make_receipt(attempt, checksums), durable=True)
+
+
+def _link(
+    parent: Path, name: str, target: Path, is_same: Callable[[FileEntry, Path], bool], *, read_back: bool
+) -> FileEntry:
+    """Make `target` a link to the file `name` of the step in the folder `parent`; returns its entry there.
+
+    Args:
+        is_same: whether the file with this entry, at this path, has what is to be saved.
 
     Raises:
         OSError, CheckpointError: it can't be linked, for whatever reason.
     """
-    source, manifest = parent / file.name, load_manifest(parent)
-    if parent.is_symlink() or file.name not in manifest.files:
-        raise CheckpointError(f"{parent}: has no {file.name}")
-    entry = manifest.files[file.name]
+    source, entry = parent / name, load_manifest(parent).files.get(name)
+    if parent.is_symlink() or entry is None:
+        raise CheckpointError(f"{parent}: has no {name}")
     check_size(source, entry)
-    with open(source, "rb") as existing:
-        if entry.size != file.size or existing.read(len(file.header)) != file.header:
-            raise CheckpointError(f"{source}: holds other tensors")
+    if not is_same(entry, source):
+        raise CheckpointError(f"{source}: holds something else")
     if read_back:
-        with open(source, "rb") as existing:
-            forget_cached(existing.fileno())
-        check_content(parent, {file.name: entry})
+        _check_disk(parent, name, entry)
     os.link(source, target, follow_symlinks=False)
     return entry
+
+
+def _check_disk(folder: Path, name: str, entry: FileEntry) -> None:
+    """Compare a file's bytes on the disk, past the page cache, with its entry.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    with open(folder / name, "rb") as file:
+        forget_cached(file.fileno())
+    check_content(folder, {name: entry})
+
+
+def _begins_as(file: FileLayout, entry: FileEntry, path: Path) -> bool:
+    """Whether a file has the header that this save would write: the same tensors at the same places."""
+    with open(path, "rb") as existing:
+        return entry.size == file.size and existing.read(len(file.header)) == file.header
+
+
+def _read(source: Path, place: int, count: int) -> bytes:
+    with naming(source), open(source, "rb") as file:
+        file.seek(place)
+        return file.read(count)
+
+
+def _copy(file: Carried, target: Path, on_piece: Callable[[], None]) -> None:
+    checksum = FileChecksum(file.entry.size)
+    away = away_files(file.source.parent).get(file.source.name)
+    with naming(target), open(target, "xb") as out:
+        for place in range(0, file.entry.size, CHUNK_BYTES):
+            on_piece()
+            count = min(CHUNK_BYTES, file.entry.size - place)
+            data = away.read(place, count) if away else _read(file.source, place, count)
+            checksum.add(place, data)
+            out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    whole = checksum.nbytes == checksum.size and FileEntry.of(checksum.size, checksum.chunks()) == file.entry
+    if not whole:
+        raise CheckpointError(f"{file.source}: is not what it was when the run read it, so it can't be saved")

@@ -16,8 +16,7 @@ from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.jobs.export import exports_in_words
 from cairn.launch.plan.colocation import share_memory
-from cairn.launch.plan.environments import facts_of
-from cairn.launch.plan.external_servers import context_of
+from cairn.launch.plan.external_servers import facts_of_run
 from cairn.launch.plan.memory_check import Uncountable, serving_needs, training_needs
 from cairn.launch.plan.memory_estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.plan.model import described, foreign_format, model_to_serve
@@ -195,20 +194,13 @@ def _with_tokens(draft: Draft, *checks: Callable[[Path], None]) -> Draft:
 
 def preflight(draft: Draft) -> Draft:
     """What the start would say of data and model."""
-    kind, config = draft.kind, draft.config
-    if draft.command == "orchestrator":
-        return draft
     if draft.missing:
         return draft.finding(f"data and model are not looked at: {draft.missing}")
     if not draft.model:
         what = "what the model makes of the data is found out once its weights are converted"
         return draft.finding(what) if "model" in draft.known else draft
-    facts: dict[str, Any] = {"records_are_checked": bool(draft.recipe)}
-    if draft.checked is not None:
-        urls = config.orchestrator.inference_url
-        context = context_of(config.orchestrator) if urls else config.inference.max_model_len
-        facts |= facts_of(draft.checked, context, own_server=not urls)
-    found = looked_at(kind, config, Path(draft.model), facts)
+    facts = facts_of_run(draft, records_are_checked=bool(draft.recipe))
+    found = looked_at(draft.kind, draft.config, Path(draft.model), facts)
     return draft.finding(*found.notices, *(f"error: {error}" for error in found.errors))
 
 

@@ -7,16 +7,21 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.vllm_command import differing_files
+from cairn.launch.plan.environments import facts_of
 from cairn.launch.plan.settings import settle
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Machine
 from cairn.run.waiting import run_async
+
+if TYPE_CHECKING:
+    from cairn.launch.plan.run_plan import Draft
 
 ANSWER_SECONDS = 30.0
 """Seconds that a server has to answer a status request before a run starts."""
@@ -73,6 +78,20 @@ def context_of(config: OrchestratorConfig) -> int | None:
             length = _status(url, 0.0).max_model_len
             found += [] if length is None else [length]
     return min(found, default=None)
+
+
+def facts_of_run(draft: "Draft", *, records_are_checked: bool) -> dict[str, Any]:
+    """What `preflight` has to know of the run that a command starts.
+
+    Args:
+        records_are_checked: whether the run's recipe was made, for which all records are looked at.
+    """
+    facts: dict[str, Any] = {"records_are_checked": records_are_checked}
+    if draft.checked is not None:
+        own, config = draft.own_server, draft.config
+        context = config.inference.max_model_len if own else context_of(config.orchestrator)
+        facts |= facts_of(draft.checked, context, own_server=own)
+    return facts
 
 
 def gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:

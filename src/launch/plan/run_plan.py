@@ -2,8 +2,8 @@
 
 `make` goes through the table (`steps.py`) in its order. Each step takes a `Draft` and gives another one; what
 comes out at the end is the `RunPlan`, after which nothing rewrites settings. `--dry-run` goes through the
-same
-table: it takes a step's `dry` function where there is one, and leaves out what may touch disk or network.
+same table: it takes a step's `dry` function where there is one, and leaves out what may touch disk or
+network.
 """
 
 import contextlib

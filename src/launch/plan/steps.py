@@ -17,7 +17,13 @@ from cairn.launch.jobs.export import refuse_conflicts, with_exports
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.environments import check_orchestrator, facts_of
-from cairn.launch.plan.external_servers import check_bases, context_of, gpus_of_servers, with_servers
+from cairn.launch.plan.external_servers import (
+    check_bases,
+    context_of,
+    facts_of_run,
+    gpus_of_servers,
+    with_servers,
+)
 from cairn.launch.plan.gpu_assignment import check_torch, placed, placed_server, torch_without_cuda
 from cairn.launch.plan.memory_check import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan.model import model_to_serve, resolve_model
@@ -316,28 +322,25 @@ def _memory(draft: Draft) -> Draft:
 
 
 def _preflight(draft: Draft) -> Draft:
-    facts: dict[str, Any] = {"records_are_checked": True}
-    kind, config = draft.kind, draft.config
-    if draft.command == "orchestrator":
-        assert draft.attempt is not None
-        kind, config = KINDS[draft.attempt.command], trainers_config(draft)
-        facts = _facts(draft, context_of(draft.config), own_server=False)
-    elif draft.checked is not None:
-        own = "inference" in draft.roles
-        context = config.inference.max_model_len if own else context_of(config.orchestrator)
-        facts |= _facts(draft, context, own_server=own)
-    found = preflight(kind, config, Path(draft.model), facts)
-    if draft.command == "orchestrator":  # which says them in any case
-        for notice in found.notices:
-            print(notice, flush=True)
+    facts = facts_of_run(draft, records_are_checked=True)
+    found = preflight(draft.kind, draft.config, Path(draft.model), facts)
     if found.errors:
         raise UsageError("\n".join(found.errors))
-    return draft if draft.command == "orchestrator" else draft.having(notes=(*draft.notes, *found.notices))
+    return draft.having(notes=(*draft.notes, *found.notices))
 
 
-def _facts(draft: Draft, context: int | None, *, own_server: bool) -> dict[str, Any]:
+def _preflight_of_joined(draft: Draft) -> Draft:
+    """The same for the run of a trainer that was started on its own; notices are said in any case."""
+    assert draft.attempt is not None
     assert draft.checked is not None
-    return facts_of(draft.checked, context, own_server=own_server)
+    facts = facts_of(draft.checked, context_of(draft.config), own_server=False)
+    kind, config = KINDS[draft.attempt.command], trainers_config(draft)
+    found = preflight(kind, config, Path(draft.model), facts)
+    for notice in found.notices:
+        print(notice, flush=True)
+    if found.errors:
+        raise UsageError("\n".join(found.errors))
+    return draft
 
 
 def _finished_recipe(draft: Draft) -> Draft:
@@ -466,9 +469,10 @@ STEPS = (
         "its settings and recipe", join, ORCHESTRATOR, needs=("attempt", "checked", "settled"),
         gives=("config", "model"), touches=("disk",), dry=untouched, prints="differences",
     ),
+    PlanStep("preflight", _preflight, RUNS, needs=("model",), gives=("notes",), dry=dry_run.preflight),
     PlanStep(
-        "preflight", _preflight, RUNS | ORCHESTRATOR, needs=("model",), gives=("notes",),
-        dry=dry_run.preflight,
+        "preflight of the run it joins", _preflight_of_joined, ORCHESTRATOR, needs=("attempt", "model"),
+        dry=untouched, prints="what it notices of data and model",
     ),
     PlanStep(
         "finished recipe", _finished_recipe, RUNS, needs=("start", "model", "recipe"), gives=("recipe",),

@@ -6,7 +6,7 @@ from typing import Any
 
 from cairn.config.data import RecordsConfig
 from cairn.config.trainer import TrainerBase
-from cairn.run.data_sets import BadRecord, identity_of
+from cairn.run.data_sets import BadRecord, identity_of, same_records
 from cairn.run.seeds import Mixture
 from cairn.trainer.data import preference_forms
 from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
@@ -47,6 +47,22 @@ def identity_of_all(
     return (
         identity_of(list(zip(sources, weights_of(settings), each, strict=True))) if settings.sets else each[0]
     )
+
+
+def kept_identity(
+    settings: RecordsConfig, identity: dict[str, Any], recipe: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The identity that the run's recipe has for these records; `identity` itself for a new run.
+
+    Raises:
+        BadRecord: they are not the records that the run was started with.
+    """
+    kept = recipe.get("data", identity)
+    if not same_records(identity, kept):
+        raise BadRecord(
+            f"{settings.setting} {settings.names} holds other records than when the run was started"
+        )
+    return kept
 
 
 def _of_sft(config: Any) -> dict[str, Any]:

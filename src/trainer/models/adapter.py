@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.saving.carried_files import Carried
+from cairn.checkpoint.saving.unchanged_files import Carried
 from cairn.checkpoint.step_folder import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
 from cairn.checkpoint.tensors.placement import Stored, at_places, local_values
 from cairn.checkpoint.tensors.sharded_files import read_tensors

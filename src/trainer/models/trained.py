@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.saving.arena import Tensors
-from cairn.checkpoint.saving.carried_files import Carried
+from cairn.checkpoint.saving.unchanged_files import Carried
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.sharded_files import Stored, read_tensors
 from cairn.config.trainer import TrainerBase

@@ -11,11 +11,10 @@ from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.model.adapters import is_adapter
 from cairn.run.batches import FROM_TEXT, Batch, Sample
-from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError
 from cairn.run.recipe import template_arguments, tokenizer_of
 from cairn.trainer.data.looking import limits_of
-from cairn.trainer.data.opening import Taken
+from cairn.trainer.data.opening import Taken, kept_identity
 from cairn.trainer.data.preferences import Numbers, open_preferences
 from cairn.trainer.frozen.reference import (
     ReferenceWeights,
@@ -73,11 +72,7 @@ class DPOTask(Task):
             rows=limits_of(context.model_folder).rows,
         )
         identity = self._data.identity()
-        kept = recipe.get("data", identity)
-        if not same_records(identity, kept):
-            raise BadRecord(
-                f"{config.data.setting} {config.data.names} holds other records than when the run was started"
-            )
+        kept = kept_identity(config.data, identity, recipe)
         self._data.check_start()
         self.recipe = {"data": kept, "method": self.method}
         self._reference: np.ndarray | None = None

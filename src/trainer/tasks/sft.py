@@ -7,11 +7,10 @@ from transformers import AutoTokenizer
 
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
-from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.looking import limits_of
-from cairn.trainer.data.opening import identity_of_all
+from cairn.trainer.data.opening import identity_of_all, kept_identity
 from cairn.trainer.losses import make_loss
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
@@ -46,12 +45,7 @@ class SFT(Task):
             template_arguments=template_arguments(recipe),
             rows=limits_of(context.model_folder).rows,
         )
-        identity = identity_of_all(config.data, self._data.sources)
-        kept = recipe.get("data", identity)
-        if not same_records(identity, kept):
-            raise BadRecord(
-                f"{config.data.setting} {config.data.names} holds other records than when the run was started"
-            )
+        kept = kept_identity(config.data, identity_of_all(config.data, self._data.sources), recipe)
         self._data.check_start()
         self.recipe = {"data": kept}
         self._validations = Validations(config, context, tokenizer)
