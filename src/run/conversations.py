@@ -20,6 +20,13 @@ TEXTS = ("text", "input_text", "output_text")
 """What the parts of a content are called that are text: in chat completions, and in responses."""
 
 
+class NoPrompt(ValueError):
+    """The chat template renders no prompt from a conversation; the message says why."""
+
+    passing = False
+    """Another try meets the same."""
+
+
 def flat(content: Any) -> Any:
     """The content of a message; a list of texts, as clients write it, is joined to one text."""
     if isinstance(content, list) and content and all(is_text(part) for part in content):

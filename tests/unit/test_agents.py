@@ -21,8 +21,13 @@ from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, dige
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.completion.answering import ProgramRunner
-from cairn.orchestrator.endpoint import agent_process
-from cairn.orchestrator.environments import AgentPrograms, BadEnvironment, check_environment, make_environment
+from cairn.orchestrator.environments import (
+    AgentPrograms,
+    BadEnvironment,
+    agent_process,
+    check_environment,
+    make_environment,
+)
 from cairn.orchestrator.rollouts import AnswerGroup
 
 AGENT = r"""

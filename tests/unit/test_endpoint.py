@@ -18,8 +18,7 @@ from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEve
 from runs import DEADLINE
 from test_programs import Power, complete, digest, runner
 
-from cairn.orchestrator.completion.chat import NoPrompt
-from cairn.orchestrator.endpoint import (
+from cairn.endpoint import (
     Asked,
     Endpoint,
     Rules,
@@ -29,6 +28,7 @@ from cairn.orchestrator.endpoint import (
     responses,
 )
 from cairn.orchestrator.environments import Reply
+from cairn.run.conversations import NoPrompt
 
 RULES = Rules(1.0)
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -14,9 +14,7 @@ from runs import DEADLINE
 from templates import write_chat
 from test_endpoint import HELLO, TOOLS, Scripted, assembled, run, served
 
-from cairn.orchestrator.completion.chat import ChatFormat
-from cairn.orchestrator.completion.conversation import Conversation
-from cairn.orchestrator.endpoint import (
+from cairn.endpoint import (
     Asked,
     Rules,
     UnanswerableRequest,
@@ -24,8 +22,10 @@ from cairn.orchestrator.endpoint import (
     messages,
     responses,
 )
-from cairn.orchestrator.endpoint.asked import DEEPEST, check_values, read_body
-from cairn.orchestrator.endpoint.structured import AnswerFormat, form_of
+from cairn.endpoint.asked import DEEPEST, check_values, read_body
+from cairn.endpoint.structured import AnswerFormat, form_of
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.conversation import Conversation
 from cairn.orchestrator.environments import Reply
 
 RULES, CHECKING = Rules(1.0), Rules(1.0, structured="check")

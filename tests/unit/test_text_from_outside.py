@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.orchestrator.completion.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.completion import Retrying
 from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 from cairn.orchestrator.environments.agent import _json
@@ -23,6 +23,7 @@ from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run import noted_calls
+from cairn.run.conversations import NoPrompt
 from cairn.run.messages import Attempt
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import LONGEST_TEXT, quoted

@@ -7,18 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.run.conversations import Message, end_tokens, for_template, is_plain
+from cairn.run.conversations import Message, NoPrompt, end_tokens, for_template, is_plain
 from cairn.run.output import importing, quoted
 from cairn.run.records.numbers import has_written_numbers, show_as_written
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class NoPrompt(ValueError):
-    """The chat template renders no prompt from a conversation; the message says why."""
-
-    passing = False
-    """Another try meets the same."""
 
 
 class ChatFormat:

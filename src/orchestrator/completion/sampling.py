@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from cairn.orchestrator.completion.chat import NoPrompt
 from cairn.orchestrator.completion.completion import Completer, PromptRefused
 from cairn.orchestrator.completion.stopping import StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.environments import SingleTurn
@@ -16,6 +15,7 @@ from cairn.orchestrator.environments.single_turn import GroupRewarded
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import SamplingParams
+from cairn.run.conversations import NoPrompt
 from cairn.run.faults import fault_point
 from cairn.run.noted_calls import UserCall
 from cairn.run.seeds import derive

@@ -1,5 +1,6 @@
 """Where prompts and rewards come from."""
 
+from cairn.endpoint import Reply
 from cairn.orchestrator.environments.agent import AgentPrograms
 from cairn.orchestrator.environments.calls import AskedEnvironment
 from cairn.orchestrator.environments.program import (
@@ -7,7 +8,6 @@ from cairn.orchestrator.environments.program import (
     Model,
     ProgramEnvironment,
     Programs,
-    Reply,
     Snapshot,
     no_tool_parser,
 )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.endpoint.agent_process import Ended, inherited, log_of_agents, run_agent
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, checked_ignore
-from cairn.orchestrator.endpoint.server import Endpoint
+from cairn.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, checked_ignore
+from cairn.endpoint.server import Endpoint
+from cairn.orchestrator.environments.agent_process import Ended, inherited, log_of_agents, run_agent
 from cairn.orchestrator.environments.calls import shortened, wrong_with_methods
 from cairn.orchestrator.environments.data_set import ProblemSource
 from cairn.orchestrator.environments.program import Model, Programs

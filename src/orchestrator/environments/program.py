@@ -3,36 +3,18 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cairn.endpoint import ChatModel
 from cairn.orchestrator.environments.calls import AskedEnvironment, wrong_with_methods
 from cairn.orchestrator.environments.protocol import Rewards
 from cairn.run.errors import UsageError
 
 LARGEST_SNAPSHOT = 2**18
 """Bytes of a snapshot: thousands of them may lie in the ledger, which every checkpoint has a copy of."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer of the model.
-
-    text: without special tokens. token_ids: with the end token, if the model ended the answer. finish_reason:
-    "stop", or "length" at `max_tokens` or the end of the servers' context; with no tokens at all if the
-    context was full already. message: the answer as a message, to be appended to the conversation.
-    prompt_tokens: number of tokens that the model had read when it answered. stop: the stop string that ended
-    the answer, if one did; text and message end before it, token_ids with the token that completes it.
-    """
-
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str
-    message: dict[str, Any]
-    prompt_tokens: int
-    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,44 +28,8 @@ class Snapshot:
     value: Any
 
 
-class Model(Protocol):
+class Model(ChatModel, Protocol):
     """What a rollout asks. All answers are in the ledger before the rollout goes on."""
-
-    seed: int
-    """For draws of the rollout's own: the same whenever the rollout is started again."""
-
-    async def generate(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        stop: str | Sequence[str] = (),
-    ) -> Reply:
-        """Have the model answer the conversation.
-
-        Args:
-            messages: all of it. A conversation that begins with the messages of an earlier call and the
-                `message` of its answer goes on from the very tokens that were sampled.
-            tools: JSON schemas of the functions that the model may call.
-            max_tokens: maximum length of the answer, below `sampling.max_tokens`.
-            stop_token_ids: further tokens that end the answer.
-            stop: one text or several that end the answer, beside those of `sampling.stop`.
-        """
-        ...
-
-    async def count_tokens(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> int:
-        """Number of tokens of a conversation, as the chat template renders it anew.
-
-        Nothing is asked or recorded. A conversation that goes on in its branch may have a few more or less.
-
-        Raises:
-            NoPrompt: the chat template fails on the messages.
-        """
-        ...
 
     async def once(
         self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.orchestrator.completion.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.run.conversations import NoPrompt
 from cairn.run.errors import UsageError
 
 

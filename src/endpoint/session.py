@@ -3,18 +3,74 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from cairn.orchestrator.completion.chat import NoPrompt
-from cairn.orchestrator.endpoint.asked import Asked, Rules, UnanswerableRequest
-
-if TYPE_CHECKING:
-    from cairn.orchestrator.environments.program import Model, Reply
+from cairn.endpoint.asked import Asked, Rules, UnanswerableRequest
+from cairn.run.conversations import NoPrompt
 
 KEPT = 16
 """Answers that reached their clients and are kept for another try of the same request."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the model.
+
+    text: without special tokens. token_ids: with the end token, if the model ended the answer. finish_reason:
+    "stop", or "length" at `max_tokens` or the end of the servers' context; with no tokens at all if the
+    context was full already. message: the answer as a message, to be appended to the conversation.
+    prompt_tokens: number of tokens that the model had read when it answered. stop: the stop string that ended
+    the answer, if one did; text and message end before it, token_ids with the token that completes it.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    message: dict[str, Any]
+    prompt_tokens: int
+    stop: str | None = None
+
+
+class ChatModel(Protocol):
+    """A model that answers conversations."""
+
+    seed: int
+    """For draws of the rollout's own: the same whenever the rollout is started again."""
+
+    async def generate(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop: str | Sequence[str] = (),
+    ) -> Reply:
+        """Have the model answer the conversation.
+
+        Args:
+            messages: all of it. A conversation that begins with the messages of an earlier call and the
+                `message` of its answer goes on from the very tokens that were sampled.
+            tools: JSON schemas of the functions that the model may call.
+            max_tokens: maximum length of the answer, below `sampling.max_tokens`.
+            stop_token_ids: further tokens that end the answer.
+            stop: one text or several that end the answer, beside those of `sampling.stop`.
+        """
+        ...
+
+    async def count_tokens(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Number of tokens of a conversation, as the chat template renders it anew.
+
+        Nothing is asked or recorded. A conversation that goes on in its branch may have a few more or less.
+
+        Raises:
+            NoPrompt: the chat template fails on the messages.
+        """
+        ...
 
 
 @dataclass
@@ -25,7 +81,7 @@ class Exchange:
     """
 
     number: int
-    answer: "asyncio.Task[Reply]"
+    answer: asyncio.Task[Reply]
     delivered: bool = False
     waiting: list[Callable[[], bool]] = field(default_factory=list[Callable[[], bool]])
     """For each connection that asked, whether it is open."""
@@ -49,7 +105,7 @@ class Session:
     was closed before its answer was written. Otherwise it is a turn of its own, in the order of arrival.
     """
 
-    def __init__(self, model: "Model", rules: Rules):
+    def __init__(self, model: ChatModel, rules: Rules):
         self.rules = rules
         self.conversation: list[dict[str, Any]] = []
         """The messages of the latest request that was answered, and the answer."""
@@ -108,11 +164,11 @@ class Session:
         for digest in arrived[:-KEPT]:
             del self._exchanges[digest]
 
-    async def _answer(self, asked: Asked) -> "Reply":
+    async def _answer(self, asked: Asked) -> Reply:
         """The model's answer.
 
         Raises:
-            Refused: the chat template fails on the messages, or the context is full.
+            UnanswerableRequest: the chat template fails on the messages, or the context is full.
         """
         if not self._busy:
             self._since = time.monotonic()
@@ -145,7 +201,7 @@ class Session:
         """Number of tokens of the conversation of a request, which is not answered.
 
         Raises:
-            Refused: the chat template fails on the messages.
+            UnanswerableRequest: the chat template fails on the messages.
         """
         try:
             return await self._model.count_tokens(asked.messages, tools=asked.tools)

@@ -2,14 +2,12 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
-from cairn.orchestrator.endpoint.chat_completions import ROLES, usage
-from cairn.orchestrator.endpoint.structured import ANY_FORM
-
-if TYPE_CHECKING:
-    from cairn.orchestrator.environments.program import Reply
+from cairn.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
+from cairn.endpoint.chat_completions import ROLES, usage
+from cairn.endpoint.session import Reply
+from cairn.endpoint.structured import ANY_FORM
 
 HEEDED = frozenset(
     (
@@ -28,7 +26,7 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        Refused: it is malformed, or asks for what the endpoint does not do; the message tells all of it.
+        UnanswerableRequest: it is malformed, or asks for what the endpoint does not do; the message has all reasons.
     """
     fields = rules.wanted(body, HEEDED)
     choice, parallel = fields.get("tool_choice"), fields.get("parallel_tool_calls")
@@ -112,7 +110,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     """The message that one item makes.
 
     Raises:
-        Refused: it is malformed, or of another kind.
+        UnanswerableRequest: it is malformed, or of another kind.
     """
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and item.get("role") in ROLES:
@@ -147,7 +145,7 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def response(reply: "Reply", name: str, asked: Asked) -> dict[str, Any]:
+def response(reply: Reply, name: str, asked: Asked) -> dict[str, Any]:
     """The answer to a request that is not streamed; `name` is what its ids are made of."""
     counts = usage(reply)
     whole = reply.finish_reason != "length"
@@ -166,7 +164,7 @@ def response(reply: "Reply", name: str, asked: Asked) -> dict[str, Any]:
     }
 
 
-def events(reply: "Reply", name: str, asked: Asked) -> Iterator[dict[str, Any]]:
+def events(reply: Reply, name: str, asked: Asked) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer, in the order of OpenAI's."""
     counter = itertools.count()
 
@@ -197,7 +195,7 @@ def events(reply: "Reply", name: str, asked: Asked) -> Iterator[dict[str, Any]]:
     yield event(whole["status"], response=whole)
 
 
-def _items(reply: "Reply", name: str) -> list[dict[str, Any]]:
+def _items(reply: Reply, name: str) -> list[dict[str, Any]]:
     message, items = reply.message, list[dict[str, Any]]()
     if reasoning := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": reasoning}]

@@ -9,16 +9,13 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from cairn.orchestrator.endpoint import chat_completions, messages, responses
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, read_body
-from cairn.orchestrator.endpoint.session import Exchange, Session
-
-if TYPE_CHECKING:
-    from cairn.orchestrator.environments.program import Model, Reply
+from cairn.endpoint import chat_completions, messages, responses
+from cairn.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, read_body
+from cairn.endpoint.session import ChatModel, Exchange, Reply, Session
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +36,21 @@ class _Kind:
     stream."""
 
     parse: Callable[[Any, Rules], Asked]
-    whole: Callable[["Reply", str, Asked], dict[str, Any]]
-    events: Callable[["Reply", str, Asked], Iterator[str]]
+    whole: Callable[[Reply, str, Asked], dict[str, Any]]
+    events: Callable[[Reply, str, Asked], Iterator[str]]
     error: Callable[[UnanswerableRequest], dict[str, Any]] = lambda refused: refused.body
 
 
-def _lines_of_chunks(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
+def _lines_of_chunks(reply: Reply, name: str, asked: Asked) -> Iterator[str]:
     for chunk in chat_completions.chunks(reply, name, include_usage=asked.include_usage):
         yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _lines(events: Callable[["Reply", str, Asked], Iterator[dict[str, Any]]]) -> Any:
+def _lines(events: Callable[[Reply, str, Asked], Iterator[dict[str, Any]]]) -> Any:
     """What writes the lines of events that have names."""
 
-    def lines(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
+    def lines(reply: Reply, name: str, asked: Asked) -> Iterator[str]:
         for event in events(reply, name, asked):
             yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
@@ -125,7 +122,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     @contextlib.asynccontextmanager
-    async def session(self, model: "Model", rules: Rules) -> AsyncGenerator[tuple[str, Session]]:
+    async def session(self, model: ChatModel, rules: Rules) -> AsyncGenerator[tuple[str, Session]]:
         """A key, and what may be asked with it while the context lasts."""
         key, session = f"cairn-{secrets.token_urlsafe(24)}", Session(model, rules)
         name = hashlib.blake2b(str(model.seed).encode(), digest_size=8).hexdigest()
@@ -246,11 +243,11 @@ async def _body(content: bytes) -> Any:
     return await asyncio.to_thread(read_body, content) if len(content) > LONG else read_body(content)
 
 
-def _reply(exchange: Exchange) -> "Reply":
+def _reply(exchange: Exchange) -> Reply:
     """The answer.
 
     Raises:
-        Refused: there is none, and why.
+        UnanswerableRequest: there is none, and why.
     """
     answer = exchange.answer
     if answer.cancelled():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from cairn.config.environment import checked_stop
-from cairn.orchestrator.endpoint.structured import ANY_FORM, AnswerFormat, BadForm, form_of
+from cairn.endpoint.structured import ANY_FORM, AnswerFormat, BadForm, form_of
 
 T = TypeVar("T")
 MODEL_NAME = "policy"
@@ -200,7 +200,7 @@ class Fields:
         """The request, if nothing about it is refused.
 
         Raises:
-            Refused: something is; the message tells all of it.
+            UnanswerableRequest: something is; the message tells all of it.
         """
         if self._refusals:
             raise UnanswerableRequest.together(self._refusals)
@@ -228,7 +228,7 @@ class Rules:
             known: the fields that the caller heeds itself; all others must be neutral.
 
         Raises:
-            Refused: the body is no object.
+            UnanswerableRequest: the body is no object.
         """
         if not isinstance(body, dict):
             raise UnanswerableRequest("the body must be a JSON object")
@@ -270,7 +270,7 @@ class Rules:
             text: `response_format`, or what is that in another API, whose field is called `name`.
 
         Raises:
-            Refused: it is malformed, or wants a form, which these rules refuse.
+            UnanswerableRequest: it is malformed, or wants a form, which these rules refuse.
         """
         asked = {"tool_choice": choice, "parallel_tool_calls": parallel, name: text}
 
@@ -293,7 +293,7 @@ class Rules:
             choice: `tool_choice`; with "none" the model is shown no tools.
 
         Raises:
-            Refused: the schemas are malformed, or nothing reads the calls.
+            UnanswerableRequest: the schemas are malformed, or nothing reads the calls.
         """
         if not tools:
             return None
@@ -361,7 +361,7 @@ def read_body(content: bytes) -> Any:
     """The decoded body.
 
     Raises:
-        Refused: it is no JSON, too deep, or has a number or text that JSON can't carry on.
+        UnanswerableRequest: it is no JSON, too deep, or has a number or text that JSON can't carry on.
     """
     try:
         body = json.loads(content)
@@ -377,7 +377,7 @@ def check_values(body: Any) -> None:
     """Check a decoded body without calling itself.
 
     Raises:
-        Refused: it is too deep, has a number that is not finite, or a text with half of a surrogate pair.
+        UnanswerableRequest: it is too deep, or has a number that is not finite or half of a surrogate pair.
     """
     left: list[tuple[Any, str, int]] = [(body, "", 0)]
     while left:

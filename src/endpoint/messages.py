@@ -3,13 +3,11 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
-from cairn.orchestrator.endpoint.structured import ANY_FORM
-
-if TYPE_CHECKING:
-    from cairn.orchestrator.environments.program import Reply
+from cairn.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
+from cairn.endpoint.session import Reply
+from cairn.endpoint.structured import ANY_FORM
 
 HEEDED = frozenset(
     (
@@ -30,7 +28,7 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        Refused: it is malformed, or asks for what the endpoint does not do; the message tells all of it.
+        UnanswerableRequest: it is malformed, or asks for what the endpoint does not do; the message has all reasons.
     """
     fields = rules.wanted(body, HEEDED)
     choice = fields.get("tool_choice")
@@ -120,7 +118,7 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
     """The content blocks of a message.
 
     Raises:
-        Refused: one is malformed, or of a kind that a message of this role can't have here.
+        UnanswerableRequest: one is malformed, or of a kind that a message of this role can't have here.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -196,7 +194,7 @@ def _told(
     return messages
 
 
-def answer(reply: "Reply", name: str, asked: Asked) -> dict[str, Any]:
+def answer(reply: Reply, name: str, asked: Asked) -> dict[str, Any]:
     """The answer to a request that is not streamed; `name` is what its ids are made of."""
     named = reply.stop is not None and reply.stop in asked.stop
     by_stop = "stop_sequence" if named else "end_turn"
@@ -218,7 +216,7 @@ def answer(reply: "Reply", name: str, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _content(reply: "Reply") -> list[dict[str, Any]]:
+def _content(reply: Reply) -> list[dict[str, Any]]:
     message, blocks = reply.message, list[dict[str, Any]]()
     if reasoning := message.get("reasoning_content"):
         signature = hashlib.blake2b(reasoning.encode(errors="replace"), digest_size=16).hexdigest()
@@ -238,7 +236,7 @@ def _content(reply: "Reply") -> list[dict[str, Any]]:
     return blocks
 
 
-def events(reply: "Reply", name: str, asked: Asked) -> Iterator[dict[str, Any]]:
+def events(reply: Reply, name: str, asked: Asked) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer, in the order of Anthropic's."""
     whole = answer(reply, name, asked)
     usage = {**whole["usage"], "output_tokens": 0}

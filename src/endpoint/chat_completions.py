@@ -1,14 +1,12 @@
 """OpenAI's chat completions: requests, answers, and the chunks of streamed answers."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
-from cairn.orchestrator.endpoint.structured import ANY_FORM
+from cairn.endpoint.asked import MODEL_NAME, Asked, Rules, UnanswerableRequest, shown
+from cairn.endpoint.session import Reply
+from cairn.endpoint.structured import ANY_FORM
 from cairn.run.conversations import REASONING
-
-if TYPE_CHECKING:
-    from cairn.orchestrator.environments.program import Reply
 
 HEEDED = frozenset(
     (
@@ -24,7 +22,7 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        Refused: it is malformed, or asks for what the endpoint does not do; the message tells all of it.
+        UnanswerableRequest: it is malformed, or asks for what the endpoint does not do; the message has all reasons.
     """
     fields = rules.wanted(body, HEEDED)
     options, choice = fields.get("stream_options", {}), fields.get("tool_choice")
@@ -79,7 +77,7 @@ def check_content(content: Any, where: str, *, may_be_empty: bool = False) -> No
     """Check that a message's content is text, or a list of texts.
 
     Raises:
-        Refused: it is not.
+        UnanswerableRequest: it is not.
     """
     if content is None or isinstance(content, str):
         return
@@ -103,7 +101,7 @@ def _is_call(call: Any) -> bool:
     )
 
 
-def completion(reply: "Reply", name: str) -> dict[str, Any]:
+def completion(reply: Reply, name: str) -> dict[str, Any]:
     """The answer to a request that is not streamed; `name` is what its ids are made of."""
     message = {**reply.message, "refusal": None}
     message["content"] = message["content"] or (None if message.get("tool_calls") else "")
@@ -111,7 +109,7 @@ def completion(reply: "Reply", name: str) -> dict[str, Any]:
     return {**_head(name, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 
-def chunks(reply: "Reply", name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+def chunks(reply: Reply, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
     """The chunks of a streamed answer."""
     head, message = _head(name, "chat.completion.chunk"), reply.message
 
@@ -136,11 +134,11 @@ def _head(name: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{name}", "object": kind, "created": 0, "model": MODEL_NAME}
 
 
-def _finish_reason(reply: "Reply") -> str:
+def _finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
 
 
-def usage(reply: "Reply") -> dict[str, int]:
+def usage(reply: Reply) -> dict[str, int]:
     """The numbers of tokens."""
     sampled = len(reply.token_ids)
     return {
