@@ -22,7 +22,7 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        UnanswerableRequest: it is malformed, or asks for what the endpoint does not do; the message has all reasons.
+        UnanswerableRequest: it is malformed, or asks for something unsupported; the message names all.
     """
     fields = rules.wanted(body, HEEDED)
     options, choice = fields.get("stream_options", {}), fields.get("tool_choice")

@@ -26,7 +26,7 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        UnanswerableRequest: it is malformed, or asks for what the endpoint does not do; the message has all reasons.
+        UnanswerableRequest: it is malformed, or asks for something unsupported; the message names all.
     """
     fields = rules.wanted(body, HEEDED)
     choice, parallel = fields.get("tool_choice"), fields.get("parallel_tool_calls")
