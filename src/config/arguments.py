@@ -342,8 +342,7 @@ def _leave_arguments(section: Setting, before: dict[str, Any], key: str, wanted:
 def _is_another_type(section: Setting, before: dict[str, Any], wanted: Any) -> bool:
     """Whether a section gets another type, so that its old values no longer apply."""
     now = before.get("type", getattr(section.default, "type", None))
-    names = getattr(section.models[0], "earlier_types", {}) if section.models else {}
-    return len(section.models) > 1 and names.get(wanted, wanted) not in (None, names.get(now, now))
+    return len(section.models) > 1 and wanted not in (None, now)
 
 
 def _is_section(root: Setting, path: tuple[str, ...]) -> bool:

@@ -5,30 +5,15 @@
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cairn.config.hints import one_of
 from cairn.config.settings import BaseConfig
-
-EARLIER_NAME = "correction"
-"""The earlier name of `type`, when all types had the same settings."""
-NAMES = AliasChoices("type", EARLIER_NAME)
-EARLIER_TYPES = {"clip": "ppo_clip", "truncate": "cispo", "mask": "icepop"}
-"""What types were called before, and what they are called now."""
 
 
 class LossConfig(BaseConfig):
     """The settings that all types of losses have."""
 
-    earlier_types: ClassVar[dict[str, str]] = EARLIER_TYPES
     is_own: ClassVar[bool] = False
     """Whether it is the user's own class."""
     type: Any
@@ -42,7 +27,7 @@ class LossConfig(BaseConfig):
 class PolicyConfig(LossConfig):
     """The settings that all built-in losses of RL have."""
 
-    type: Any = Field(validation_alias=NAMES)
+    type: Any
     """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over tokens, over the means of answers, or with a constant in the place of answers' lengths."""
@@ -108,13 +93,13 @@ class ClippedConfig(PolicyConfig):
 class PPOClipConfig(ClippedConfig):
     """Policy gradient with a ratio per token: its probability now over its probability when sampled."""
 
-    type: Literal["ppo_clip"] = Field(default="ppo_clip", validation_alias=NAMES)
+    type: Literal["ppo_clip"] = "ppo_clip"
 
 
 class CispoConfig(PolicyConfig):
     """Truncated importance sampling of tokens."""
 
-    type: Literal["cispo"] = Field(default="cispo", validation_alias=NAMES)
+    type: Literal["cispo"] = "cispo"
     ratio_max: float = Field(default=2.0, ge=1)
     """cispo: larger ratios are reduced to this."""
 
@@ -122,7 +107,7 @@ class CispoConfig(PolicyConfig):
 class IcePopConfig(PolicyConfig):
     """Importance sampling that excludes tokens whose ratio is out of bounds."""
 
-    type: Literal["icepop"] = Field(default="icepop", validation_alias=NAMES)
+    type: Literal["icepop"] = "icepop"
     ratio_min: float = Field(default=0.5, ge=0, le=1)
     """icepop: tokens with a smaller ratio are excluded."""
     ratio_max: float = Field(default=2.0, ge=1)
@@ -132,7 +117,7 @@ class IcePopConfig(PolicyConfig):
 class GspoConfig(ClippedConfig):
     """PPO's objective with one ratio for each answer."""
 
-    type: Literal["gspo"] = Field(default="gspo", validation_alias=NAMES)
+    type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0, lt=1)
     """gspo: the same for an answer's ratio (0.0003)."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -143,7 +128,7 @@ class GspoConfig(ClippedConfig):
 class DppoConfig(PolicyConfig):
     """Importance sampling that excludes tokens whose probability has moved too far."""
 
-    type: Literal["dppo"] = Field(default="dppo", validation_alias=NAMES)
+    type: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
     """dppo: how far a token's probability has moved: the difference (tv), or the KL divergence (kl)."""
     delta_low: float = Field(default=0.2, ge=0, allow_inf_nan=False)
@@ -155,7 +140,7 @@ class DppoConfig(PolicyConfig):
 class SapoConfig(PolicyConfig):
     """A soft gate in the place of clipping."""
 
-    type: Literal["sapo"] = Field(default="sapo", validation_alias=NAMES)
+    type: Literal["sapo"] = "sapo"
     tau_pos: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """sapo: how narrow the gate is for positive advantages."""
     tau_neg: float = Field(default=1.05, gt=0, allow_inf_nan=False)
@@ -166,7 +151,7 @@ class SapoConfig(PolicyConfig):
 class GpgConfig(PolicyConfig):
     """Plain policy gradient; its weights bound the ratio of the current policy to the sampler."""
 
-    type: Literal["gpg"] = Field(default="gpg", validation_alias=NAMES)
+    type: Literal["gpg"] = "gpg"
     importance: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "token_truncate"
     )
@@ -193,7 +178,7 @@ class CustomLossConfig(LossConfig):
     """A user's own loss for RL."""
 
     is_own = True
-    type: str = Field(validation_alias=NAMES)
+    type: str
     """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
     args: dict[str, Any] = {}
     """module:Class: arguments of its constructor."""
@@ -242,23 +227,6 @@ POLICY_LOSSES: dict[str, type[LossConfig]] = {
 """The losses of RL by type; the first is the default."""
 SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
 """Those of SFT, likewise."""
-OF_ALL_EARLIER_TYPES = {"type", "clip_low", "clip_high", "ratio_min", "ratio_max"}
-"""The settings of a loss when all types had the same ones."""
-
-
-def _with_type(data: Any) -> Any:
-    """Converts older files: `type` and its values had other names, and all types the same settings."""
-    if not isinstance(data, dict):
-        return data
-    data = dict(cast("dict[str, Any]", data))
-    if EARLIER_NAME in data:
-        data["type"] = data.pop(EARLIER_NAME)
-    kind = data.get("type", "ppo_clip")
-    if isinstance(kind, str) and kind in EARLIER_TYPES:
-        kind = data["type"] = EARLIER_TYPES[kind]
-    if data.keys() | {"type"} == OF_ALL_EARLIER_TYPES and kind in POLICY_LOSSES:
-        data = {name: value for name, value in data.items() if name in POLICY_LOSSES[kind].model_fields}
-    return data
 
 
 def tag_by_type(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
@@ -285,7 +253,6 @@ PolicyLossConfig = Annotated[
     | Annotated[GpgConfig, Tag("gpg")]
     | Annotated[CustomLossConfig, Tag("module:Class")],
     Discriminator(tag_by_type(POLICY_LOSSES)),
-    BeforeValidator(_with_type),
 ]
 """The settings of one type of RL loss; `type` says which."""
 SFTLossConfig = Annotated[

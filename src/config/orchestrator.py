@@ -4,7 +4,7 @@
 
 from typing import Any, Self, cast
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cairn.config.environment import (
     COMPARING,
@@ -25,7 +25,7 @@ from cairn.config.shared import SharedConfig
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    unlisted = frozenset({"normalize_advantages", "colocated", "teachers"})
+    unlisted = frozenset({"colocated", "teachers"})
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -65,8 +65,6 @@ class OrchestratorConfig(SharedConfig):
     advantage: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig = OverlongConfig()
     pools: PoolsConfig = PoolsConfig()
-    normalize_advantages: bool | None = None
-    """Earlier name of advantage.args.normalize."""
     max_in_flight: int | None = Field(default=None, ge=1)
     """Maximum number of answers in progress at the same time (default: 256, or 1024 for servers on GPUs)."""
     server_timeout: float | None = Field(default=None, gt=0)
@@ -185,34 +183,6 @@ class OrchestratorConfig(SharedConfig):
                 "[environment], or [[environments]], not both"
             )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_name_for_normalize(cls, data: Any) -> Any:
-        """Move `normalize_advantages`, a setting from before there were types of advantages, to its place."""
-        if not isinstance(data, dict):
-            return data
-        settings = cast("dict[str, Any]", data)
-        if settings.get("normalize_advantages") is None:
-            return settings
-        try:
-            normalize = TypeAdapter(bool).validate_python(settings["normalize_advantages"])
-            advantage = AdvantageConfig.model_validate(settings.get("advantage") or {})
-        except ValidationError:
-            return settings  # the checks of the fields will report the mistake
-        if advantage.type != "grpo":
-            raise ValueError(
-                f"normalize_advantages is an argument of grpo, but advantage.type = {advantage.type!r}: "
-                "remove it, and set advantage.args as that type requires"
-            )
-        args = {key: value for key, value in advantage.args.items() if key != "normalize"}
-        if not normalize:  # true is the default
-            args["normalize"] = False
-        return {
-            **settings,
-            "advantage": AdvantageConfig(type="grpo", args=args),
-            "normalize_advantages": None,
-        }
 
     @field_validator("inference_url", mode="before")
     @classmethod

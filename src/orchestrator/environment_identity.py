@@ -209,10 +209,9 @@ def _pairs(
     Where one environment has become several, or the other way round, only what all have in common is.
     """
     before, after = saved.get("environments", {}), recipe.get("environments", {})
-    of_all = _under_new_names(saved["settings"])
     now = recipe["settings"] if bool(before) == bool(after) else _others(recipe["settings"])
     free = saved.get("free")
-    pairs = [("", of_all, now)]
+    pairs = [("", saved["settings"], now)]
     pairs += [(f"environments.{label}.", before[label], after[label]) for label in after if label in before]
     return [
         (label, Settings.of({"settings": _as_compared(was), "free": free}), settings)
@@ -223,12 +222,3 @@ def _pairs(
 @functools.cache
 def _defaults() -> Mapping[str, Any]:
     return settings_of(OrchestratorConfig().model_dump(), ORCHESTRATOR)
-
-
-def _under_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings under their current names: `normalize_advantages` was renamed."""
-    renamed = dict(settings)
-    if "normalize_advantages" in renamed:
-        args = {} if renamed.pop("normalize_advantages") else {"normalize": False}
-        renamed |= {"advantage.type": "grpo", "advantage.args": args}
-    return renamed

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from cairn.run.errors import UsageError
-from cairn.run.recipe import ARGUMENTS, ENTRY, OWN_CLASSES, Compared, covers, is_within, plain
+from cairn.run.recipe import ENTRY, OWN_CLASSES, Compared, covers, is_within, plain
 
-EARLIER_NAMES = {"loss.correction": "loss.type"}
-"""What settings were called in recipes of earlier runs, and what they are called now."""
-EARLIER_VALUES = {"loss.type": {"clip": "ppo_clip", "truncate": "cispo", "mask": "icepop"}}
-"""By setting, what values were called in recipes of earlier runs, and what they are called now."""
 DECIDED_BY = {
     "ckpt.interval": "spike.on_spike",
     "scheduler.steps": "scheduler.type",
@@ -53,10 +49,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a saved recipe, under their present names.
+    """The settings of a saved recipe.
 
-    free: what was left out of it; None: it is of a version of Cairn that had a list of what to compare, so
-    that a setting which it lacks may have had any value.
+    free: what was left out of it; None: that is not known, as of another program's checkpoint, so that a
+    setting which it lacks may have had any value.
     """
 
     values: Mapping[str, Any]
@@ -65,13 +61,8 @@ class Settings:
     @classmethod
     def of(cls, part: Mapping[str, Any]) -> "Settings":
         """Those of a role's part of a recipe, or of one of its environments."""
-        settings = cast("Mapping[str, Any]", part.get("settings", {}))
-        values = _with_whole_tables({EARLIER_NAMES.get(name, name): settings[name] for name in settings})
-        for name, known in EARLIER_VALUES.items():
-            if name in values:
-                values[name] = known.get(values[name], values[name])
         free: Iterable[str] | None = part.get("free")
-        return cls(values, None if free is None else frozenset(free))
+        return cls(part.get("settings", {}), None if free is None else frozenset(free))
 
     def has_had(self, name: str) -> bool:
         """Whether the recipe would have a setting of this name, had it existed."""
@@ -153,22 +144,6 @@ def _is_in_any(name: str, sections: Collection[str]) -> bool:
 def _decider(name: str) -> str | None:
     """The setting that decides whether there is one of this name."""
     return next((decider for key, decider in DECIDED_BY.items() if covers(key, name)), None)
-
-
-def _with_whole_tables(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of earlier runs, which kept some tables of arguments key by key."""
-    whole: dict[str, Any] = {}
-    for name, value in saved.items():
-        table = next((table for table in ARGUMENTS if name.startswith(f"{table}.")), None)
-        if table is None:
-            whole[name] = value
-            continue
-        inner = whole.setdefault(table, {})
-        *above, key = name.removeprefix(f"{table}.").split(".")
-        for section in above:
-            inner = inner.setdefault(section, {})
-        inner[key] = value
-    return whole
 
 
 def _is_of_another(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -257,9 +232,7 @@ def short_identity(value: Mapping[str, Any] | str) -> str:
     if stream := value.get("stream") or value.get("stream_of"):
         return f"a stream ({stream[:12]})"
     what = "records" if "records" in value else "problems"
-    digests = (
-        value.get("content") or value.get("digest") or value.get("first_and_last") or value.get("messages")
-    )
+    digests = value.get("content") or value.get("digest") or value.get("messages")
     if isinstance(digests, Mapping):
         by_count = cast(Mapping[str, str], digests)
         digests = by_count[max(by_count, key=int)]

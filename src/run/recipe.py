@@ -67,7 +67,6 @@ ORCHESTRATOR = Compared(
             "seed",  # the trainer's
             "teachers",  # as the trainer's kl and distill say
             "environments",  # of which each has its own (`OF_ENVIRONMENT`)
-            "normalize_advantages",  # an earlier name
             *("inference_url", "max_in_flight", "keep_rollouts_gb"),
             *("reward_threads", "reward_timeout", "reward_retries", "reward_retry_seconds"),
             *(

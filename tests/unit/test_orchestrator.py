@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from cairn.config.orchestrator import AdvantageConfig, EnvironmentConfig, OrchestratorConfig
+from cairn.config.orchestrator import AdvantageConfig, EnvironmentConfig
 from cairn.orchestrator.advantages import AdvantageFailed, Grpo, make_advantage, to_samples
 from cairn.orchestrator.environments import (
     BadEnvironment,
@@ -287,21 +286,6 @@ def test_the_example_in_the_docs_is_an_advantage(tmp_path: Path, monkeypatch: py
     answers[2].reward = 2.0
     (*_, cut) = to_samples(AnswerGroup(0, 7, 5, [50], answers), advantage)
     assert cut.columns["advantages"].tolist() == [0, 0.75, 0.75]
-
-
-def test_normalize_advantages_is_another_name():
-    """Of what is an argument of grpo; no other advantage has it."""
-
-    def made(**settings: object) -> tuple[AdvantageConfig, bool | None]:
-        config = OrchestratorConfig(**settings)
-        assert OrchestratorConfig.model_validate_json(config.model_dump_json()) == config
-        return config.advantage, config.normalize_advantages
-
-    assert made(normalize_advantages=True) == made() == (AdvantageConfig(), None)
-    plain = AdvantageConfig(args={"normalize": False})
-    assert made(normalize_advantages=False) == made(advantage=plain) == (plain, None)
-    with pytest.raises(ValidationError, match="normalize_advantages is an argument of grpo"):
-        made(normalize_advantages=False, advantage={"type": f"{__name__}:Ranks"})
 
 
 # Batches

@@ -561,19 +561,6 @@ def test_read_records(tmp_path: Path):
         cairn.read_records(tmp_path / "b.jsonl")
 
 
-def test_an_old_state_of_a_stream_goes_on_by_its_count(tmp_path: Path):
-    """Of one file; the files of a folder were read in another order."""
-    put(tmp_path, "a.jsonl", "b.jsonl")
-    old = {"examples_iterable": {"shard_idx": 0}}
-    path = written(tmp_path / "c.jsonl", *(json.dumps({"n": i}) for i in range(5)))
-    stream = load_stream(source(path))
-    stream.seek(old, 3)
-    assert [one for _, one in stream.next(9)] == [{"n": 3}, {"n": 4}]
-    stream = load_stream(source(tmp_path))
-    with pytest.raises(BadRecord, match="of Cairn that read the files of a folder in another order"):
-        stream.seek(old, 1)
-
-
 def test_digests_of_environments_are_those_of_older_checkpoints(tmp_path: Path):
     """The digest of all records' values is what it was when `datasets` read the file."""
     lines = [{"prompt": f"p{i}", "answer": i, "share": i / 7, "level": None} for i in range(5)]

@@ -534,26 +534,14 @@ def test_another_environment_or_batch_takes_consent(tmp_path: Path, name: str, c
 
 
 def test_how_answers_are_compared_is_part_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Also of an older one, which had `normalize_advantages`."""
     recipe = plan_rl(rl(tmp_path), FRESH)
     settings = recipe["orchestrator"]["settings"]
     assert (settings["advantage.type"], settings["advantage.args"]) == ("grpo", {})
-    assert "normalize_advantages" not in settings
-    plain = '--orchestrator.advantage.args: {} -> {"normalize": false}'
-    for older in (False, True):
-        if older:
-            del settings["advantage.type"], settings["advantage.args"]
-            settings["normalize_advantages"] = True
-        start = start_at(tmp_path / str(older), recipe)
-        for same in ({}, {"normalize_advantages": True}):
-            assert plan_rl(rl(tmp_path / str(older), **same), start)["orchestrator"]["changes"] == []
-        for changed in ({"normalize_advantages": False}, {"advantage": {"args": {"normalize": False}}}):
-            assert len(plan_rl(rl(tmp_path / str(older), **changed), start)["orchestrator"]["changes"]) == 1
-            assert plain in capsys.readouterr().out
-    settings["normalize_advantages"] = False
-    start = start_at(tmp_path / "plain", recipe)
-    same = plan_rl(rl(tmp_path / "plain", normalize_advantages=False), start)
-    assert same["orchestrator"]["changes"] == []
+    start = start_at(tmp_path, recipe)
+    assert plan_rl(rl(tmp_path), start)["orchestrator"]["changes"] == []
+    changed = rl(tmp_path, advantage={"args": {"normalize": False}})
+    assert len(plan_rl(changed, start)["orchestrator"]["changes"]) == 1
+    assert '--orchestrator.advantage.args: {} -> {"normalize": false}' in capsys.readouterr().out
 
 
 def test_an_environment_is_known_by_its_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -164,9 +164,9 @@ def test_identity_is_of_all_records_and_kept(tmp_path: Path, caches: Path, monke
     assert a == b
     assert a["records"] == c["records"]
     assert not same_records(a, c)
-    for of_old_checkpoint in ({"records": 50, "first_and_last": "x"}, {"records": 50, "digest": "y"}):
-        assert same_records(of_old_checkpoint, c)
-        assert not same_records(of_old_checkpoint | {"records": 51}, a)
+    of_a_table = {"records": 50, "digest": "y"}
+    assert same_records(of_a_table, c)
+    assert not same_records(of_a_table | {"records": 51}, a)
     assert mended(a, c), "one of 50 records"
     assert not mended(a, {**c, "records": 51})
     assert not mended({**a, "blocks": ["x"] * len(a["blocks"])}, c)

@@ -157,17 +157,11 @@ class TableRecords:
         return TableRecords(self._table.select(numbers), self._name, [*self._which, chosen])
 
     def identity(self) -> dict[str, Any]:
-        """Of all records; `first_and_last` is what older checkpoints have in place of the digest."""
         digest = hashlib.blake2b(digest_size=16)
         for columns in self._table.iter(ROWS_AT_ONCE):
             for row in zip(*columns.values(), strict=True):
                 digest.update(to_bytes(dict(zip(columns, row, strict=True))))
-        ends = b"\n".join(to_bytes(self._table[i]) for i in (0, -1))
-        return {
-            "records": len(self),
-            "digest": digest.hexdigest(),
-            "first_and_last": hashlib.blake2b(ends, digest_size=8).hexdigest(),
-        }
+        return {"records": len(self), "digest": digest.hexdigest()}
 
     def key(self) -> str | None:
         """The table's files, by size, time and inode: their folder is one for the content of the source."""
@@ -222,9 +216,8 @@ def unpacked(record: Record) -> Record:
 # What identifies data sets, and whether two of them hold the same records.
 
 
-OF_RECORDS = ("records", "content", "digest", "first_and_last", "stream", "stream_of")
-"""What may stand in an identity. `content` is of the bytes of each record; `digest` of the values in tables,
-and in older checkpoints of JSON's, in place of which the oldest have `first_and_last`."""
+OF_RECORDS = ("records", "content", "digest", "stream", "stream_of")
+"""What may stand in an identity. `content` is of the bytes of each record, `digest` of a table's values."""
 STREAMS = {"stream", "stream_of"}
 
 

@@ -66,24 +66,9 @@ class FileStream:
         return {"file": self._file, "place": None if place is None else list(place)}
 
     def seek(self, state: Mapping[str, Any] | None, before: int) -> None:
-        if state is not None and "file" not in state:
-            self._seek_count(before)
-            return
         self._file: int = state["file"] if state else 0
         self._place = FilePosition(*state["place"]) if state and state["place"] else None
         self._records: Iterator[tuple[str, Record]] | None = None
-
-    def _seek_count(self, before: int) -> None:
-        """Go on behind so many records, which is all that is known of a checkpoint of an older version."""
-        if len(self._paths) > 1:
-            raise BadRecord(
-                f"{self._paths[0].parent}: the checkpoint is of a version of Cairn that read the files of a "
-                "folder in another order, so its place in them can't be found; --ckpt.accept-changes data "
-                "begins the data anew"
-            )
-        self.seek(None, 0)
-        while before and (skipped := len(self.next(min(before, 1000)))):
-            before -= skipped
 
     def next(self, count: int) -> list[tuple[str, Record]]:
         found: list[tuple[str, Record]] = []
