@@ -1,7 +1,9 @@
 """The tree of a command's settings, derived from its configuration classes."""
 
 import ast
+import contextlib
 import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_config import BaseConfig as CheckedConfig  # pyright: ignore[reportMissingTypeStubs]
 
 from cairn.run.object_store import NO_CREDENTIALS, holds_credentials, is_url
 
@@ -155,7 +156,7 @@ def _field_docs(cls: type[BaseModel]) -> dict[str, str]:
 def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
     """The docstrings below the fields of each class in a module; its source is parsed once."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    if module.partition(".")[0] in ("builtins", "pydantic", "pydantic_config") or file is None:
+    if module.partition(".")[0] in ("builtins", "pydantic") or file is None:
         return {}
     docs: dict[str, dict[str, str]] = {}
     for definition in ast.parse(Path(file).read_text()).body:
@@ -177,14 +178,37 @@ def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
 # The base class of all sections of settings.
 
 
-class BaseConfig(CheckedConfig):
+class BaseConfig(BaseModel):
     """Settings with known names and checked values. Immutable: changed values are a new object."""
 
     # pydantic repeats what was given in its errors' own text, and that may hold a secret.
-    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     unlisted: ClassVar[frozenset[str]] = frozenset()
     """Fields that --help and hints leave out: they allow a single value, have a newer name, or are set by
     another setting."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, data: Any) -> Any:
+        """Read what TOML and flags can't say otherwise.
+
+        "None" is None. A section without a `type` has that of its default. In a table all of whose values are
+        text, numbers and booleans are read as such, unless its values are declared as text.
+        """
+        if not isinstance(data, dict):
+            return data
+        values = {k: None if v == "None" else v for k, v in cast("dict[str, Any]", data).items()}
+        for name, info in cls.model_fields.items():
+            value = values.get(name)
+            if not isinstance(value, dict):
+                continue
+            inner, of = cast("dict[str, Any]", value), info.annotation
+            if (get_origin(of) or of) is dict and get_args(of)[1:] != (str,):
+                if all(isinstance(one, str) for one in inner.values()):
+                    values[name] = {key: _number_or_bool(text) for key, text in inner.items()}
+            elif "type" not in inner and hasattr(info.default, "type"):
+                values[name] = {**inner, "type": info.default.type}
+        return values
 
     @field_validator("*", mode="before")
     @classmethod
@@ -195,6 +219,21 @@ class BaseConfig(CheckedConfig):
             if isinstance(text, str) and is_url(text) and holds_credentials(text):
                 raise ValueError(NO_CREDENTIALS)
         return cast("object", value)
+
+
+def _number_or_bool(text: str) -> bool | int | float | str:
+    """The number or boolean that `text` is, else the text; 007, inf and nan are text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    with contextlib.suppress(ValueError):
+        if str(int(text)) == text:
+            return int(text)
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        is_plain = not text[:1].isdigit() or text == str(number) or any(c in text for c in "eE.")
+        if is_plain and not math.isnan(number) and text not in ("inf", "-inf", "+inf"):
+            return number
+    return text
 
 
 def refuse_twins(what: str, key: str, names: Sequence[str]) -> None:

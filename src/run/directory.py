@@ -133,14 +133,18 @@ class RunDirectory:
         except DamagedFile as error:
             logger.warning("%s; it is now %s", error, set_aside(path).name)
 
-    def read_config(self, shape: type[Config]) -> Config:
+    def read_config(self, shape: type[Config], *, of_any_version: bool = False) -> Config:
         """The configuration of the current attempt, which is of the pydantic model `shape`.
+
+        Args:
+            of_any_version: whether settings that this version of Cairn does not have are left out.
 
         Raises:
             DamagedFile: it can't be read.
         """
         try:
-            return shape.model_validate_json(self.config.read_bytes())
+            content = self.config.read_bytes()
+            return shape.model_validate_json(content, extra="ignore" if of_any_version else None)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
             raise DamagedFile(

@@ -15,7 +15,6 @@ from typing import Annotated, Literal, get_args
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_config import BaseConfig
 from tiny import EXAMPLE
 
 import cairn
@@ -26,7 +25,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
-from cairn.config.settings import settings_of
+from cairn.config.settings import BaseConfig, settings_of
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch import main
 from cairn.launch.plan.model import resolve_model

@@ -72,7 +72,7 @@ def _config_of_run(policy: Policy) -> RLConfig | None:
     if policy.run is None or attempt is None or KINDS.get(attempt.command) is not KINDS["rl"]:
         return None
     try:
-        return policy.run.read_config(RLConfig)
+        return policy.run.read_config(RLConfig, of_any_version=True)
     except DamagedFile as error:
         raise UsageError(f"{policy.given}: the settings of its run are not known: {error}") from None
 
