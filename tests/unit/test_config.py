@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Discriminator, Tag, ValidationError
 from tiny import EXAMPLE
 
 import cairn
@@ -409,7 +409,10 @@ def test_a_section_of_several_kinds_in_files_and_flags(tmp_path: Path):
     class Shape(BaseConfig):
         dry_run: bool = False
         machine: str | None = None
-        shape: Annotated[Round | Square, Field(discriminator="type")] = Round()
+        shape: Annotated[
+            Annotated[Round, Tag("round")] | Annotated[Square, Tag("square")],
+            Discriminator(lambda given: given["type"] if isinstance(given, dict) else given.type),
+        ] = Round()
 
     path = tmp_path / "shape.toml"
     path.write_text("[shape]\nradius = 3.0\n")
