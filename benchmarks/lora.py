@@ -30,7 +30,7 @@ from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.config.model import LoraConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.formats import FORMATS
-from cairn.inference.plugin.adapter_copies import AdapterCopies
+from cairn.inference.plugin.adapters import AdapterCopies
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained

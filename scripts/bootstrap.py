@@ -112,7 +112,7 @@ def installed_builds() -> list[str]:
 
 def vllm_is_whole() -> bool:
     """Whether what is installed agrees that one build of vLLM is, with all its libraries."""
-    check = "from cairn.inference.build import installed_build; installed_build()"
+    check = "from cairn.inference.vllm_command import installed_build; installed_build()"
     try:
         return not subprocess.run(
             [environment() / "bin" / "python", "-c", check], capture_output=True

@@ -44,7 +44,7 @@ from cairn.run.files import (
     write_atomic,
     write_json,
 )
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, load_manifest
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
-from cairn.config.evaluate import EvaluateConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS as RUN_KINDS
-from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
 from cairn.config.settings import BaseConfig, Setting, settings_of
 from cairn.config.shared import CommandConfig
 from cairn.run.errors import UsageError

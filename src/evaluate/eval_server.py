@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from cairn.config.evaluate import EvaluateConfig
 from cairn.config.inference import InferenceConfig
+from cairn.config.orchestrator import EvaluateConfig
 from cairn.evaluate.policies import SERVED, Policy
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.server import Server

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.config.evaluate import EvaluateConfig
-from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
 from cairn.evaluate.eval_server import GivenServers, OwnServer, Servers
 from cairn.evaluate.policies import Policy
 from cairn.evaluate.results import EvalFolder
-from cairn.inference.pool.server_list import PoolSettings
+from cairn.inference.pool.membership import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import AddressUnusable, ServerFailed
 from cairn.orchestrator.completion.chat import ChatFormat

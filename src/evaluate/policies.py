@@ -15,8 +15,7 @@ from cairn.model.adapters import is_adapter
 from cairn.remote import RemoteStore
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import PolicyName
-from cairn.run.output import importing
-from cairn.run.progress import progress_bars
+from cairn.run.output import importing, progress_bars
 
 SERVED = "eval-"
 """What the names begin with under which servers get policies from `eval`."""

@@ -17,7 +17,7 @@ from cairn.formats.tensorflow import TensorFlow
 from cairn.formats.torch_file.plain import PlainFile
 from cairn.formats.verl import Verl
 from cairn.model.untrusted_config import check_plain
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 
 __all__ = [
     "EXPORTERS",

@@ -10,7 +10,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES, TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.run.errors import UsageError
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 if TYPE_CHECKING:
     import torch

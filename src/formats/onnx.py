@@ -8,7 +8,7 @@ from pathlib import Path
 from cairn.checkpoint.step_folder import MODEL
 from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.huggingface.huggingface import copy_companions
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 FILE = "model.onnx"
 

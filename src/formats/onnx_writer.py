@@ -17,7 +17,7 @@ from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.common.outgoing import weights_of
 from cairn.run.files import naming
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 EXTERNAL_BYTES = 1_900_000_000
 """More bytes of weights are in a file of their own: one file of protobuf holds 2 GB at most."""

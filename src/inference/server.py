@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
-from cairn.inference.build import serves_on_gpus
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
-from cairn.inference.vllm_command import adapter_folder, command
+from cairn.inference.vllm_command import adapter_folder, command, serves_on_gpus
 from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.object_store import is_loopback

@@ -19,8 +19,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
 from cairn.run.messages import Attempt
 from cairn.run.output import importing
-from cairn.run.process_groups import stop_on_signals
-from cairn.run.processes import allow_open_files, in_background
+from cairn.run.processes import allow_open_files, in_background, stop_on_signals
 from cairn.run.signals import on_stop_signals
 
 TURN_SECONDS = 0.05
@@ -106,7 +105,7 @@ def run_orchestrator(
     """
     turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop", TOKENIZERS)
     with importing():
-        from cairn.inference.pool.server_list import PoolSettings
+        from cairn.inference.pool.membership import PoolSettings
         from cairn.inference.pool.server_pool import ServerPool
         from cairn.inference.prompt_scores import scores_of
         from cairn.orchestrator.loop import SERVING, Orchestrator

@@ -16,7 +16,7 @@ from cairn.policy.checksums import merged
 from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
 from cairn.run.files import read_json, write_json
-from cairn.run.versions import WEIGHT_SOURCE
+from cairn.run.messages import WEIGHT_SOURCE
 
 # The file in a policy's folder that says from which trainer ranks to get its tensors.
 

@@ -36,7 +36,7 @@ from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, parse_json, sync
 from cairn.run.object_store import Exists, RemoteError
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 if TYPE_CHECKING:
     from cairn.remote.client.multipart import Unfinished

@@ -19,9 +19,8 @@ from cairn.run.files import DamagedFile, entries, read_json, read_note, set_asid
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History, RewindLog
 from cairn.run.jsonlines import as_object
-from cairn.run.messages import Attempt, Deadline, RoleEntry, StopRequest
+from cairn.run.messages import Attempt, Deadline, PolicyVersions, RoleEntry, StopRequest
 from cairn.run.metrics import MetricsLog
-from cairn.run.versions import PolicyVersions
 from cairn.run.waiting import POLL_SECONDS, Patience, Rates
 
 if TYPE_CHECKING:

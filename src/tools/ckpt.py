@@ -11,7 +11,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.formats.transfer.diff import compare
 from cairn.remote.uploads import note_origin
 from cairn.run.errors import UsageError
-from cairn.run.progress import progress_bars
+from cairn.run.output import progress_bars
 from cairn.tools.ckpt_formats import add_average, add_export, add_import, average, export_step, import_step
 from cairn.tools.ckpt_output import print_audit, print_diff, print_json, print_manifest, say
 from cairn.tools.ckpt_places import (

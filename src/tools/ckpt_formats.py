@@ -16,7 +16,7 @@ from cairn.formats.transfer.export_folder import Exports, InTheWay, refuse_optio
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, write_atomic
 from cairn.run.machine import bytes_of
-from cairn.run.progress import progress_bars
+from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 from cairn.tools.ckpt_places import (
     flags_to_resume,

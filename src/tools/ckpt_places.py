@@ -18,7 +18,7 @@ from cairn.remote.step_store import COMMITTED
 from cairn.run.errors import UsageError
 from cairn.run.files import naming, read_json
 from cairn.run.object_store import SCHEMES, is_url
-from cairn.run.progress import Stage, progress_bars
+from cairn.run.output import Stage, progress_bars
 from cairn.tools.ckpt_output import say
 
 STORE_HELP = (

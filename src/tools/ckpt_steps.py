@@ -16,7 +16,7 @@ from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.jsonlines import as_object
-from cairn.run.progress import progress_bars
+from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
 from cairn.tools.ckpt_places import (
     STORE_HELP,

@@ -21,8 +21,7 @@ from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import RLBatch
 from cairn.run.messages import Attempt
-from cairn.tools.audit.ledger import check_ledger
-from cairn.tools.audit.programs import check_learned
+from cairn.tools.audit.ledger import check_learned, check_ledger
 from cairn.tools.audit.report import Report
 
 MODEL = REPOSITORY / CONFIGS / "model"

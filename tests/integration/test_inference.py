@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
-from cairn.inference.plugin.auth import MAX_BODY
+from cairn.inference.plugin.middleware import MAX_BODY
 from cairn.inference.server import Server, ServerSigns
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.stopping import StopWatch

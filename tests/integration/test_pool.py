@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient
-from cairn.inference.pool.server_list import PoolSettings
+from cairn.inference.pool.membership import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 from cairn.policy.generation import Generation, SamplingParams

@@ -9,8 +9,7 @@ import pytest
 import cairn.launch.commands as commands
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.inference.build import installed_build, serves_on_gpus
-from cairn.inference.vllm_command import command
+from cairn.inference.vllm_command import command, installed_build, serves_on_gpus
 from cairn.run.errors import UsageError
 
 Install = Callable[..., None]

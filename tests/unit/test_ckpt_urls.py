@@ -25,7 +25,7 @@ from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.catalog import summary
 from cairn.remote.uploads import RunUploads
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 
 MANY = 10_000
 
@@ -49,7 +49,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
-        monkeypatch.setattr("cairn.run.progress.lines", lambda *_: no_progress)  # a slow machine prints some
+        monkeypatch.setattr("cairn.run.output.lines", lambda *_: no_progress)  # a slow machine prints some
         capsys.readouterr()
         try:
             code = main.ckpt()

@@ -25,7 +25,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.inference.pool.server_list import ServerList
+from cairn.inference.pool.membership import ServerList
 from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay
 from cairn.launch.plan.recipe import plan_recipe

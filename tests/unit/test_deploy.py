@@ -13,7 +13,7 @@ import yaml
 from runs import REPOSITORY
 
 from cairn.config.cli import COMMANDS, load
-from cairn.inference.plugin.auth import OPEN_ROUTES
+from cairn.inference.plugin.middleware import OPEN_ROUTES
 from cairn.run.directory import RESERVE_SECONDS
 from cairn.run.exits import EXIT_STOPPED, EXIT_USAGE
 

@@ -21,8 +21,7 @@ from test_server_pool import FakeServer
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import load
-from cairn.config.evaluate import EvaluateConfig
-from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.launch.commands import start
@@ -236,7 +235,7 @@ def test_a_damaged_step_is_left_out_and_remote_steps_are_evaluated(
 
 
 def upload(step: Path, folder: Path) -> None:
-    from cairn.run.progress import no_progress
+    from cairn.run.output import no_progress
     from cairn.tools.ckpt_places import tier_for_copies
 
     url = f"file://{folder}"

@@ -39,7 +39,7 @@ from cairn.launch.jobs.export import Exporter, exports_in_words, refuse_conflict
 from cairn.launch.plan.start import Start
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 
 RUN_ID = ABOUT["run_id"]
 

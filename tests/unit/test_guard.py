@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cairn.inference.plugin.auth import MAX_BODY, MAX_TEXT, OPEN_ROUTES, TEXT_ROUTES, Guard
+from cairn.inference.plugin.middleware import MAX_BODY, MAX_TEXT, OPEN_ROUTES, TEXT_ROUTES, Guard
 
 TOKEN = "secret"
 PATHS = (

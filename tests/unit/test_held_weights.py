@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cairn.inference.plugin.weight_checks import FIRST_UPDATES, SHARES, HeldWeights
+from cairn.inference.plugin.loading import FIRST_UPDATES, SHARES, HeldWeights
 from cairn.policy.checksums import checksum
 from cairn.policy.errors import NotHeld
 

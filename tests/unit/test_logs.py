@@ -8,7 +8,7 @@ import pytest
 
 from cairn.launch import logs
 from cairn.launch.logs import BoundedLogs
-from cairn.run.process_groups import log_end
+from cairn.run.processes import log_end
 
 
 def test_a_log_that_grows_is_begun_anew_and_its_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

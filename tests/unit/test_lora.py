@@ -29,14 +29,14 @@ from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.formats import FORMATS, WriteOptions
 from cairn.formats.transfer.export_step import export
 from cairn.formats.transfer.import_step import import_checkpoint
-from cairn.inference.plugin.adapter_copies import AdapterCopies
-from cairn.inference.plugin.merging import Merging
+from cairn.inference.plugin.adapters import AdapterCopies
+from cairn.inference.plugin.policy_source import Merging
 from cairn.launch.plan.recipe import check_adapter
 from cairn.launch.plan.start import Start
 from cairn.model.hub_layout import hub_layout
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.model import companions

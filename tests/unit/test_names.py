@@ -17,7 +17,7 @@ from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.placement import at_places
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.model import ModelConfig
-from cairn.inference.plugin.expected_layout import ExpectedTensors
+from cairn.inference.plugin.weight_files import ExpectedTensors
 from cairn.launch.plan.model import resolve_model
 from cairn.model.hub_layout import LayoutUnknown, hub_layout, tensors_in_memory
 from cairn.run.errors import UsageError

@@ -25,7 +25,7 @@ from cairn.formats import WriteOptions
 from cairn.formats.transfer.convert import convert
 from cairn.formats.transfer.export_step import UNFINISHED, export
 from cairn.formats.transfer.import_step import import_checkpoint
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -13,8 +13,7 @@ from cairn.launch.supervise.seat import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import STACKS
-from cairn.run.process_groups import thread_that_crashed
-from cairn.run.processes import processor_times
+from cairn.run.processes import processor_times, thread_that_crashed
 
 PROCESS = """
 import asyncio, ctypes, os, re, signal, sys, threading, time

@@ -18,7 +18,7 @@ from cairn.formats import WriteOptions
 from cairn.formats.transfer.export_step import content_of_step, export
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.formats.transfer.opened import compare_logits
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from cairn.formats.base import Content, WriteOptions
 from cairn.formats.transfer.export_step import write_content
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 from cairn.trainer.models.trained import state_of
 from cairn.trainer.optimizers import OPTIMIZERS, check_optimizer, make_optimizer
 from cairn.trainer.optimizers.adamw_8bit import _numbers, dequantised, quantised

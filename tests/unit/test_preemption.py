@@ -25,7 +25,7 @@ from cairn.remote.uploads import RunUploads, Uploader
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
-from cairn.run.process_groups import stop_on_signals
+from cairn.run.processes import stop_on_signals
 from cairn.run.waiting import Rates, Span
 from cairn.trainer.saving.checkpoints import SaveTimes
 

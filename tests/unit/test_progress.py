@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from cairn.run import progress
-from cairn.run.progress import lines
+from cairn.run import output
+from cairn.run.output import lines
 
 BARS = """
-from cairn.run.progress import progress_bars
+from cairn.run.output import progress_bars
 with progress_bars() as stage:
     advance = stage("writing [hf]", 4_000_000)
     for _ in range(4):
@@ -22,7 +22,7 @@ with progress_bars() as stage:
 def test_plain_lines_name_stage_bytes_and_rate(monkeypatch: pytest.MonkeyPatch):
     """At first after a while, then now and then, and at the end; what is quick says nothing."""
     clock = [50.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
     said: list[str] = []
     stage = lines(said.append, first=2, every=10)
     advance = stage("writing\x1b hf", 5_000_000_000)

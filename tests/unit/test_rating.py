@@ -17,7 +17,7 @@ from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.plan.settings import with_ratings
 from cairn.remote import Objects
 from cairn.run.errors import UsageError
-from cairn.run.progress import no_progress
+from cairn.run.output import no_progress
 from cairn.tools import ckpt
 from cairn.tools.ckpt_places import tier_for_copies
 

@@ -22,7 +22,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
-from cairn.inference.pool.server_list import PoolSettings, parse_urls
+from cairn.inference.pool.membership import PoolSettings, parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.vllm_command import samples_of
 from cairn.launch.plan.external_servers import check_bases, gpus_of_servers, with_servers

@@ -49,8 +49,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import END_SERVER
 from cairn.run.machine import machine_of
-from cairn.run.messages import BatchHeader, ShippedBatch
-from cairn.run.versions import PolicyVersions
+from cairn.run.messages import BatchHeader, PolicyVersions, ShippedBatch
 from cairn.run.waiting import DeadlinePassed
 from cairn.trainer.group import RankGroup
 from cairn.trainer.publishing.publisher import VersionPublisher, make_sharing

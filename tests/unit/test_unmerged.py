@@ -21,9 +21,9 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.config.inference import InferenceConfig
-from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
 from cairn.inference.plugin.adapter_modules import AdapterModules
-from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, OpenRequests, Unmerged
+from cairn.inference.plugin.adapters import HELD, AdapterCopies, Unmerged
+from cairn.inference.plugin.middleware import CountingRequests, NamedOnly, OpenRequests
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.server import Server

@@ -16,7 +16,7 @@ from cairn.formats.gguf.gguf_model import MODEL_TYPES, ROPE_FACTORS, config_of, 
 from cairn.formats.gguf.gguf_tensors import hub_tensors
 from cairn.formats.gguf.gguf_tokenizer import write_tokenizer
 from cairn.model.untrusted_config import load_config
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,7 +21,7 @@ from cairn.checkpoint.step_folder import (
 )
 from cairn.formats import FORMATS, Content, TensorSource, format_of, read_foreign
 from cairn.run.errors import UsageError
-from cairn.run.progress import Stage, no_progress
+from cairn.run.output import Stage, no_progress
 
 if TYPE_CHECKING:
     from cairn.model.hub_layout import Layout

@@ -21,12 +21,17 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
-from cairn.inference.plugin.adapter_copies import AdapterCopies
-from cairn.inference.plugin.auth import Guard, failure
-from cairn.inference.plugin.lora_serving import CountingRequests, NamedOnly, OpenRequests, Unmerged
-from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
-from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
-from cairn.inference.plugin.weight_swap import Swapping
+from cairn.inference.plugin.adapters import AdapterCopies, Unmerged
+from cairn.inference.plugin.middleware import (
+    AsleepGuard,
+    CountingRequests,
+    Guard,
+    NamedOnly,
+    OpenRequests,
+    Sleep,
+    failure,
+)
+from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Swapping, Updates, WeightUpdate
 from cairn.inference.vllm_command import adapter_folder, samples_of
 from cairn.run.machine import this_machine
 

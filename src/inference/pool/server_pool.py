@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.member import Member, Weights, tensor_bytes
-from cairn.inference.pool.membership import Counts, Membership
-from cairn.inference.pool.server_list import PoolSettings, ServerList
+from cairn.inference.pool.membership import Counts, Membership, PoolSettings, ServerList
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.messages import Probe

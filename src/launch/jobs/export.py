@@ -19,9 +19,8 @@ from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
 from cairn.run.messages import Attempt
-from cairn.run.output import importing
-from cairn.run.process_groups import stop_on_signals
-from cairn.run.progress import Stage, lines, progress_bars
+from cairn.run.output import Stage, importing, lines, progress_bars
+from cairn.run.processes import stop_on_signals
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from cairn.run.directory import RunDirectory, lock
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
 from cairn.run.machine import bytes_of
 from cairn.run.messages import Attempt
-from cairn.run.process_groups import stop_on_signals
-from cairn.run.processes import ProcessorUse
-from cairn.run.progress import lines, progress_bars
+from cairn.run.output import lines, progress_bars
+from cairn.run.processes import ProcessorUse, stop_on_signals
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.environment import EvalConfig
-from cairn.config.evaluate import EvaluateConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
+from cairn.config.orchestrator import EvaluateConfig
 from cairn.config.rl import RLConfig
 from cairn.evaluate.policies import Policy
 from cairn.launch.plan.model import described, is_step, resolve_model

@@ -19,7 +19,7 @@ from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.rl import RLConfig
 from cairn.config.shared import listing, names_in
 from cairn.config.trainer import TrainerBase
-from cairn.inference.build import Build
+from cairn.inference.vllm_command import Build
 from cairn.launch.plan.colocation import taking_turns
 from cairn.run.errors import UsageError
 from cairn.run.machine import VISIBLE, Gpu, Machine, gpus_named

@@ -27,8 +27,7 @@ from cairn.model.peft_settings import adapter_settings
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, read_json, sync
-from cairn.run.output import importing
-from cairn.run.progress import progress_bars
+from cairn.run.output import importing, progress_bars
 
 HUGGING_FACE = {"hf", "hf-trainer"}
 """The formats whose weights every role reads as they are, if they are safetensors."""

@@ -28,7 +28,7 @@ from cairn.run.errors import UsageError
 from cairn.run.files import make_folders
 from cairn.run.messages import Attempt
 from cairn.run.object_store import NoCredentials, TransientError, is_url
-from cairn.run.progress import progress_bars
+from cairn.run.output import progress_bars
 
 FETCHED = "fetched"
 """Name of the folder in the run directory for a remote step of another run that this run starts from."""

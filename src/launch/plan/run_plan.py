@@ -16,7 +16,7 @@ from typing import Any
 
 from cairn.config.kinds import KINDS, RunKind
 from cairn.evaluate.policies import Policy
-from cairn.inference.build import Build
+from cairn.inference.vllm_command import Build
 from cairn.launch.plan.environments import Checked
 from cairn.launch.plan.gpu_assignment import Placing
 from cairn.launch.plan.settings import Choice

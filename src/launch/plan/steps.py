@@ -12,7 +12,7 @@ from typing import Any
 from cairn.config.cli import require
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.inference.build import installed_build, serves_on_gpus
+from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory

@@ -14,8 +14,7 @@ from cairn.launch.ray.worker_environment import adopt
 from cairn.run import heartbeat
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.output import importing, log_crashes
-from cairn.run.process_groups import stop_on_signals
-from cairn.run.processes import die_after, in_background
+from cairn.run.processes import die_after, in_background, stop_on_signals
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from cairn.run.errors import CairnError, OutOfMemory, UsageError
 from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.metrics import MetricsLog
-from cairn.run.process_groups import log_end
+from cairn.run.processes import log_end
 from cairn.run.waiting import Patience
 
 logger = logging.getLogger(__name__)

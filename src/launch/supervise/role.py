@@ -24,8 +24,7 @@ from cairn.run.exits import (
     RoleFailed,
 )
 from cairn.run.output import STACKS
-from cairn.run.process_groups import log_end, thread_that_crashed
-from cairn.run.processes import processor_times
+from cairn.run.processes import log_end, processor_times, thread_that_crashed
 from cairn.run.signals import STOP_SIGNALS
 
 FROM_OUTSIDE = (signal.SIGKILL, *STOP_SIGNALS)

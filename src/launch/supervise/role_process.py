@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cairn.run.process_groups import kill_session
+from cairn.run.processes import kill_session
 from cairn.run.signals import stop_signals_blocked
 
 RAY_SETTINGS = {

@@ -27,7 +27,7 @@ from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.messages import Attempt
 from cairn.run.output import outlive_terminal
-from cairn.run.process_groups import stop_on_signals
+from cairn.run.processes import stop_on_signals
 from cairn.run.signals import say
 
 

@@ -16,7 +16,7 @@ from cairn.remote.client.upload_body import UploadBody, chunks_of
 from cairn.remote.client.upload_journal import Listing, Sent, SentParts
 from cairn.run.files import sync
 from cairn.run.object_store import REQUEST_SECONDS, RETRY_SECONDS, Exists, ObjectReader, TransientError, tag
-from cairn.run.progress import Stage
+from cairn.run.output import Stage
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -4,16 +4,19 @@
 that grows. Whoever shows a run asks here, so that the terminal, a command and a page say the same.
 """
 
-from cairn.run.diagnosis.learning import AnswersCutOff, NoSpread, NothingLearned, SummedScores
 from cairn.run.diagnosis.rule import Diagnosis, Finding, Rule, RuleInput, findings
-from cairn.run.diagnosis.work import (
+from cairn.run.diagnosis.rules import (
+    AnswersCutOff,
     CutSamples,
     FailedAnswers,
     GivenUp,
     MalformedCalls,
     NoCalls,
+    NoSpread,
+    NothingLearned,
     OtherPushes,
     SlowRewards,
+    SummedScores,
     UnlearnedRecords,
 )
 

@@ -15,11 +15,15 @@ from cairn.config.kinds import kind_of
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
 from cairn.run.view import RunView
-from cairn.tools.audit.contents import check_contents
-from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_whole_ledger
-from cairn.tools.audit.positions import check_records
-from cairn.tools.audit.programs import check_learned
+from cairn.tools.audit.ledger import (
+    add_unnoted,
+    check_learned,
+    check_ledger,
+    check_snapshots,
+    read_whole_ledger,
+)
 from cairn.tools.audit.recipes import check_recipes, read_recipes
+from cairn.tools.audit.records import check_contents, check_records
 from cairn.tools.audit.report import Report
 from cairn.tools.audit.resting import check_given_up
 from cairn.tools.audit.steps import (

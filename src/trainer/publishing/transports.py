@@ -16,7 +16,7 @@ from cairn.policy.network import address_towards
 from cairn.policy.receiver import Source
 from cairn.policy.sender import WeightSender
 from cairn.run.errors import UsageError
-from cairn.run.versions import WEIGHT_SOURCE
+from cairn.run.messages import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
 

@@ -1,32 +1,50 @@
-"""The server's own copies of the adapters that it computes beside its model.
+"""vLLM plugin: policies that are adapters, which vLLM computes beside the model's weights, unmerged.
 
 vLLM reads an adapter again, by its path, whenever it has put it out of its memory and a request needs it.
 The trainer writes over its folders meanwhile, and a resumed run uses the same paths once more. So every
-policy that comes is checked and copied into a folder of its own, which never changes.
+policy that comes is checked and copied into a folder of its own, which never changes. vLLM loads each by
+its own means, under a name and a path of its own, and never in place of another. So requests in flight end
+under the adapter that they began with, generation goes on meanwhile, and the prefix cache, which vLLM keys
+by an adapter's name and path, never mixes two policies.
+
+Runs inside vLLM's API process only.
 """
 
+import asyncio
 import atexit
 import fcntl
 import json
 import os
+import secrets
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.logger import init_logger
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import ADAPTER_CONFIG
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
+from cairn.inference.plugin.middleware import OpenRequests
+from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights, identities, look_at
 from cairn.inference.vllm_command import NAME
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
 from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums
-from cairn.policy.errors import Altered
+from cairn.policy.errors import Altered, Unchanged
 from cairn.run.files import DamagedFile
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 HELD = "held"
 """File in such a folder whose server has locked the folder."""
@@ -179,3 +197,109 @@ def _made(folder: Path) -> Path:
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
     (folder / HELD).touch()
     return folder
+
+
+# The policies that requests may name.
+
+
+logger = init_logger("vllm.cairn")
+
+KEPT = 2
+"""Policies that new requests may name: the newest, and the one before, since a request may be on its way."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy that requests may name. number: vLLM's own of it."""
+
+    version: str
+    name: str
+    number: int
+    copy: AdapterCopy
+
+
+class Unmerged(Updates):
+    """Has vLLM load each policy as an adapter, and drops those that no request uses any more."""
+
+    def __init__(
+        self, engine: "AsyncLLM", models: OpenAIServingModels, requests: OpenRequests, copies: AdapterCopies
+    ):
+        self._engine = engine
+        self._models = models
+        self._requests = requests
+        self._copies = copies
+        self._loaded: list[Loaded] = []
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    async def version(self) -> str:
+        own = await self._engine.get_weight_version()  # which shows that the engine is alive
+        return self._loaded[-1].version if self._loaded else own
+
+    @property
+    def adapter(self) -> str | None:
+        return self._loaded[-1].name if self._loaded else None
+
+    @property
+    def must_name(self) -> Collection[str] | None:
+        on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        return [loaded.name for loaded in self._loaded] if on_cpu and self._loaded else None
+
+    async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:
+        """See `Updates`. Requests in flight go on under the adapter that they began with."""
+        try:
+            copy = await asyncio.to_thread(self._copies.add, update.path)
+        except Unchanged as error:
+            raise NotTaken.because(error) from None
+        except Exception as error:
+            logger.exception("cannot prepare %s", update.path)
+            raise NotTaken(422, f"{update.path}: {error!r}") from None
+        try:
+            number, name = await self._load(f"{update.version}@{secrets.token_hex(4)}", update.path, copy)
+        except BaseException:
+            self._copies.remove(copy)
+            raise
+        self._loaded.append(Loaded(update.version, name, number, copy))
+        while len(self._loaded) > KEPT:
+            await self._forget(self._loaded.pop(0))
+        return update.version
+
+    async def _load(self, name: str, path: str, copy: AdapterCopy) -> tuple[int, str]:
+        """Have vLLM load a copy; returns its number and the name.
+
+        Raises:
+            NotTaken: it refuses, or does not compute with all of it.
+        """
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(copy.folder))
+        answer = await self._models.load_lora_adapter(request)
+        if isinstance(answer, ErrorResponse):
+            reason = answer.error.message
+            if self._engine.errored:
+                raise NotTaken(500, f"the engine failed while it loaded the adapter: {reason}")
+            raise NotTaken(422, f"{path}: vLLM can't compute with this adapter: {reason}; {MERGED}")
+        number = self._models.lora_requests[name].lora_int_id
+        by_worker = await self._engine.collective_rpc("cairn_adapter_parts", args=(number,))
+        parts = {part for parts in by_worker for part in parts}
+        if len(parts) != len(copy.modules):
+            await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+            await self._engine.remove_lora(number)
+            raise NotTaken(
+                422,
+                f"{path}: vLLM computes with {len(parts)} of the {len(copy.modules)} pairs of matrices of "
+                f"this adapter, of layers such as {max(copy.modules)}, and leaves out the others; {MERGED}",
+            )
+        return number, name
+
+    async def _forget(self, old: Loaded) -> None:
+        """Let no new request name a policy, and drop it when those have ended that may have named it."""
+        await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old.name))
+        dropping = asyncio.create_task(self._drop(old))
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+
+    async def _drop(self, old: Loaded) -> None:
+        await self._requests.ended()
+        try:
+            await self._engine.remove_lora(old.number)
+        finally:
+            self._copies.remove(old.copy)
+        logger.info("dropped adapter %s", old.name)
