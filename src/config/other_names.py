@@ -133,8 +133,8 @@ ELSEWHERE: dict[str, str] = {
     "ckpt.mode": "greater_is_better",
     "workers": "gpus num_gpus world_size",
 }
-"""The last keys of a setting here (or of several, of which the first counts that the command has), and its names
-elsewhere."""
+"""The last keys of a setting here, or of several, of which the first counts that the command has; and its
+names elsewhere."""
 RENAMED = {name: here for here, names in ELSEWHERE.items() for name in names.split()}
 """The same by the name used elsewhere."""
 
@@ -231,12 +231,11 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (TRACKERS,),
     ),
     (
-        "eval_steps eval_strategy evaluation_strategy eval_interval eval_every do_eval "
-        "eval_on_start eval_delay eval_dataset evals_per_epoch per_device_eval_batch_size "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
-        "batch_eval_metrics prediction_loss_only include_for_metrics bf16_full_eval "
-        "fp16_full_eval do_train do_predict eval_packing num_generations_eval trainer.test_freq "
-        "trainer.val_before_train data.val_files eval_batch_size",
+        "eval_steps eval_strategy evaluation_strategy eval_interval eval_every do_eval eval_on_start "
+        "eval_delay eval_dataset evals_per_epoch per_device_eval_batch_size eval_accumulation_steps "
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics prediction_loss_only "
+        "include_for_metrics bf16_full_eval fp16_full_eval do_train do_predict eval_packing "
+        "num_generations_eval trainer.test_freq trainer.val_before_train data.val_files eval_batch_size",
         (VALIDATED, EVALUATED),
     ),
     (
@@ -253,12 +252,11 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (SHARDED,),
     ),
     (
-        "dataloader_num_workers dataloader_drop_last dataloader_pin_memory "
-        "dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order preprocessing_num_workers "
-        "dataset_num_proc dataset_prepared_path ignore_data_skip save_on_each_node "
-        "enable_jit_checkpoint restore_callback_states_from_checkpoint overwrite_output_dir "
-        "overwrite_cache use_cache torch_empty_cache_steps",
+        "dataloader_num_workers dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
+        "preprocessing_num_workers dataset_num_proc dataset_prepared_path ignore_data_skip save_on_each_node "
+        "enable_jit_checkpoint restore_callback_states_from_checkpoint overwrite_output_dir overwrite_cache "
+        "use_cache torch_empty_cache_steps",
         (LOADED,),
     ),
     (
@@ -270,23 +268,19 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
         (PUSHED,),
     ),
-    (
-        "trust_remote_code",
-        (UNSAFE,),
-    ),
+    ("trust_remote_code", (UNSAFE,)),
     (
         "chat_template chat_template_path template eos_token dataset_text_field dataset_kwargs "
         "input_key apply_chat_template chat_template_kwargs label_names",
         (TEMPLATE,),
     ),
     (
-        "neftune_noise_alpha label_smoothing_factor disable_dropout lr_scheduler_kwargs "
-        "optim_args optim_target_modules sync_ref_model ref_model_mixup_alpha "
-        "ref_model_sync_steps top_entropy_quantile use_adaptive_entropy entropy_coef_min "
-        "entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold "
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg multi_objective_aggregation "
-        "discopop_tau ld_alpha f_divergence_type f_alpha_divergence_coef loss_weights "
-        "use_weighting center_rewards_coefficient",
+        "neftune_noise_alpha label_smoothing_factor disable_dropout lr_scheduler_kwargs optim_args "
+        "optim_target_modules sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile "
+        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
+        "off_policy_mask_threshold vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
+        "multi_objective_aggregation discopop_tau ld_alpha f_divergence_type f_alpha_divergence_coef "
+        "loss_weights use_weighting center_rewards_coefficient",
         (ALGORITHM,),
     ),
     (

@@ -158,9 +158,7 @@ class Server:
         local_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         # Made once, since that takes 20 ms; a connection for each call, since servers close idle ones.
         self._http = httpx.Client(
-            base_url=local_url,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
+            base_url=local_url, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
         )
 
     def __enter__(self) -> Self:
@@ -209,10 +207,9 @@ class Server:
                 raise self._death()
             if patience.over:
                 raise ServerFailed(
-                    f"the inference server is not ready after {config.startup_timeout:g} s "
-                    "(startup_timeout allows more: --startup-timeout of `inference`, else "
-                    "--inference.startup-timeout; large models and busy machines take longer); "
-                    f"{self._log_tail()}"
+                    f"the inference server is not ready after {config.startup_timeout:g} s (startup_timeout "
+                    "allows more: --startup-timeout of `inference`, else --inference.startup-timeout; large "
+                    f"models and busy machines take longer); {self._log_tail()}"
                 )
             time.sleep(0.1)
         self._generate_once()
@@ -336,11 +333,7 @@ class Server:
 
 
 def run(
-    config: InferenceConfig,
-    model: str,
-    log: Path | None = None,
-    *,
-    end_signal: signal.Signals | None = None,
+    config: InferenceConfig, model: str, log: Path | None = None, *, end_signal: signal.Signals | None = None
 ) -> int:
     """Run a server in the foreground until a signal stops it; to be called from the main thread.
 

@@ -25,15 +25,7 @@ from cairn.run.records.collection import (
     same_records,
 )
 from cairn.run.records.index import RecordFile
-from cairn.run.records.kinds import (
-    COMPRESSIONS,
-    KINDS,
-    TEXT,
-    UNREADABLE,
-    BadRecord,
-    kind_of_file,
-    look_into,
-)
+from cairn.run.records.kinds import COMPRESSIONS, KINDS, TEXT, UNREADABLE, BadRecord, kind_of_file, look_into
 from cairn.run.records.splitting import kind_of
 from cairn.run.records.streams import FileStream, RecordStream
 from cairn.run.seeds import permutation

@@ -384,9 +384,8 @@ def remarks(folders: Iterable[Path]) -> list[str]:
         taken += "" if transaction is None else f", and a transaction of SQLite {1000 * transaction:.0f} ms"
         known = "is on a network file system" if found.kind in NETWORK else "may be on a network file system"
         said.append(
-            f"{folder} {known} ({found}): the server is asked for new files of other "
-            "machines, SQLite keeps a rollback journal instead of WAL, and parts of pages are written through"
-            f"{taken}"
+            f"{folder} {known} ({found}): the server is asked for new files of other machines, SQLite keeps "
+            f"a rollback journal instead of WAL, and parts of pages are written through{taken}"
         )
         if seconds is not None and seconds > SLOW_SECONDS:
             said.append(

@@ -66,14 +66,7 @@ class _Heart:
 
     def beat(self, beats: int) -> None:
         beat = Beat(
-            os.getpid(),
-            beats,
-            self.marks,
-            self.doing,
-            self.waiting,
-            self.since,
-            self.unsaved,
-            self.lengthy,
+            os.getpid(), beats, self.marks, self.doing, self.waiting, self.since, self.unsaved, self.lengthy
         )
         with contextlib.suppress(OSError), self._writing:  # a full disk is for others to report
             write_json(self.path, asdict(beat))

@@ -113,12 +113,7 @@ def prune_steps(arguments: argparse.Namespace) -> int:
     pinned = (tier.pins() | set(arguments.pin)) - set(arguments.unpin)
     with tier.alone():
         report = prune(
-            tier,
-            rules,
-            pinned,
-            spares=spares,
-            abandoned=arguments.abandoned,
-            dry_run=arguments.dry_run,
+            tier, rules, pinned, spares=spares, abandoned=arguments.abandoned, dry_run=arguments.dry_run
         )
     if arguments.json:
         print_json(report)

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 OPEN_ROUTES = {
     "GET": {"/health", "/cairn/status", "/v1/models", "/version", "/metrics"},
-    "POST": {
-        "/inference/v1/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/tokenize",
-        "/detokenize",
-    },
+    "POST": {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"},
 }
 """Routes that need no token: generation and status."""
 MAX_BODY = 32 << 20
@@ -45,12 +39,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        token: str,
-        how_to_get_it: str,
-        max_body: int = MAX_BODY,
-        max_text: int = MAX_TEXT,
+        self, app: ASGIApp, token: str, how_to_get_it: str, max_body: int = MAX_BODY, max_text: int = MAX_TEXT
     ):
         self._app = app
         self._bearer = b"Bearer " + token.encode()

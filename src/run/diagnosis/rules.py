@@ -52,8 +52,8 @@ class NothingLearned:
 
 
 class NoSpread:
-    """Prompts from which nothing is learned, since their answers are compared and all have the same "
-    "reward."""
+    """Prompts from which nothing is learned, since their answers are compared and all have the same
+    reward."""
 
     window = 8
     shares = (0.75, 0.95)
@@ -181,12 +181,10 @@ class GivenUp:
         yield Finding(
             "given up",
             level,
-            f"{count}{where} ({percent(failed / prompts)}) given up: their answers failed, so nothing "
-            "is learned "
-            "from them",
-            f"`rollouts {seen.place} --failed` lists them with their reasons; the environment's code "
-            "is where "
-            "to look, or orchestrator.reward_timeout",
+            f"{count}{where} ({percent(failed / prompts)}) given up: their answers failed, so nothing is "
+            "learned from them",
+            f"`rollouts {seen.place} --failed` lists them with their reasons; the environment's code is "
+            "where to look, or orchestrator.reward_timeout",
         )
 
 
@@ -253,9 +251,8 @@ class NoCalls:
                     f"no calls{part.of}",
                     1,
                     f"no tool{part.of} was called in {seen.steps}",
-                    "RL only strengthens what the model does by itself now and then: show it calls "
-                    "first, by SFT or "
-                    "in the prompt, and see that orchestrator.tool_parser reads its format",
+                    "RL only strengthens what the model does by itself now and then: show it calls first, by "
+                    "SFT or in the prompt, and see that orchestrator.tool_parser reads its format",
                 )
 
 
@@ -281,12 +278,10 @@ class SlowRewards:
         yield Finding(
             "slow rewards",
             1,
-            f"servers and trainer wait for rewards: {min(rewards, wall) / steps:.1f} of "
-            f"{wall / steps:.1f} s a "
-            f"step ({rewarding:.2g} s for each, after {queued:.2g} s in the queue)",
-            f"Raise orchestrator.reward_threads ({threads} now) if the code is thread-safe, write the "
-            "reward as a "
-            "coroutine, or run it with environment.name = process in several processes"
+            f"servers and trainer wait for rewards: {min(rewards, wall) / steps:.1f} of {wall / steps:.1f} s "
+            f"a step ({rewarding:.2g} s for each, after {queued:.2g} s in the queue)",
+            f"Raise orchestrator.reward_threads ({threads} now) if the code is thread-safe, write the reward "
+            "as a coroutine, or run it with environment.name = process in several processes"
             if queued >= rewarding / 2 and threads is not None
             else "Make the reward itself faster, or a coroutine that waits for several answers at once",
         )
@@ -303,9 +298,8 @@ class OtherPushes:
             yield Finding(
                 "other pushes",
                 1,
-                f"another run pushes weights to the same server: it was found with them {foreign:.0f} "
-                "times in "
-                f"{seen.steps}; what came from them was dropped and made again",
+                f"another run pushes weights to the same server: it was found with them {foreign:.0f} times "
+                f"in {seen.steps}; what came from them was dropped and made again",
                 "Both runs learn rightly and lose time; give each its own (orchestrator.inference_url)",
             )
 
@@ -335,9 +329,8 @@ class CutSamples:
         length = seen.setting("trainer.seq_len" if rl else "seq_len")
         now = f" ({length} now)" if length else ""
         what = (
-            f"{cut:.0f} of {samples:.0f} {'rollouts' if rl else 'samples'} in {seen.steps} are longer "
-            "than a row, "
-            f"and {percent(of_tokens)} of the tokens to learn are cut away"
+            f"{cut:.0f} of {samples:.0f} {'rollouts' if rl else 'samples'} in {seen.steps} are longer than a "
+            f"row, and {percent(of_tokens)} of the tokens to learn are cut away"
         )
         if rl:
             advice = (
@@ -375,7 +368,6 @@ class UnlearnedRecords:
             "unlearned records",
             level,
             f"{what} ({', '.join(kinds)})",
-            f"Raise seq_len{f' ({length} now)' if length else ''}, or see data.learn and the roles of "
-            "the records; "
-            "logs/trainer.log names the first of each kind",
+            f"Raise seq_len{f' ({length} now)' if length else ''}, or see data.learn and the roles of the "
+            "records; logs/trainer.log names the first of each kind",
         )

@@ -23,13 +23,7 @@ class BadRecord(CairnError):
     """A record, or a whole data set, can't be used; the message says which and why."""
 
 
-KINDS = {
-    ".jsonl": "lines",
-    ".ndjson": "lines",
-    ".json": "values",
-    ".csv": "rows",
-    ".parquet": "parquet",
-}
+KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "values", ".csv": "rows", ".parquet": "parquet"}
 """The kinds of data files by their endings."""
 TEXT = ("lines", "values", "rows")
 """Those that Cairn reads itself, record by record; `datasets` reads the others."""

@@ -76,11 +76,7 @@ def recorded_rewinds(
 
 
 def check_steps(
-    rows: list[Row],
-    manifests: dict[int, Manifest],
-    attempt: Attempt,
-    store: CheckpointStore,
-    report: Report,
+    rows: list[Row], manifests: dict[int, Manifest], attempt: Attempt, store: CheckpointStore, report: Report
 ) -> None:
     """Check that every step occurs once and in order, from the start at least to the newest checkpoint."""
     report.checkpoints = sorted(manifests)
