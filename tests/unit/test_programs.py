@@ -26,7 +26,7 @@ from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import BadEnvironment, Programs, Rewards, check_environment
 from cairn.orchestrator.environments.protocol import in_parts
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.ledger.checks import oddity
+from cairn.orchestrator.ledger.opening import oddity
 from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.orchestrator.rollout_log import rows_of

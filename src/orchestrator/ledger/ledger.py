@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cairn.orchestrator.ledger import outcomes
-from cairn.orchestrator.ledger.checks import oddity
-from cairn.orchestrator.ledger.opening import begin, connect, open_existing, remove_journal, set_aside
+from cairn.orchestrator.ledger.opening import begin, connect, oddity, open_existing, remove_journal, set_aside
 from cairn.orchestrator.ledger.schema import (
     ANSWERS,
     FINISH_SAMPLE,

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger.schema import FORMAT, batch_of, spans_of, upgrade
+from cairn.orchestrator.ledger.schema import batch_of, check_format, spans_of
 from cairn.orchestrator.prompt_order import Order, Portion
 from cairn.run.messages import ShippedBatch
 
@@ -97,28 +97,10 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-            with _upgraded(database) as current:
-                yield current
+            check_format(database)
+            yield database
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
-
-
-@contextlib.contextmanager
-def _upgraded(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """The ledger, or, if it has an older format, a copy in memory that has the current one.
-
-    Raises:
-        ValueError: its format can't be read.
-    """
-    (found,) = database.execute("SELECT format FROM run").fetchone()
-    if found == FORMAT:
-        yield database
-        return
-    with contextlib.closing(sqlite3.connect(":memory:")) as copy:
-        database.backup(copy)
-        copy.row_factory = sqlite3.Row
-        upgrade(copy)
-        yield copy
 
 
 @contextlib.contextmanager

@@ -17,64 +17,6 @@ from cairn.run.messages import ShippedBatch
 FORMAT = 6
 RESTS = "rests"
 """The reason in `failed` of prompts that were not issued because their problem rests."""
-PROGRAM_TABLES = (
-    """
-CREATE TABLE turns (                    -- what the model answered to a rollout that is a program
-    place INTEGER NOT NULL, sample INTEGER NOT NULL,
-    number INTEGER NOT NULL,            -- 0, 1, ... in the order in which the rollout's calls began
-    request TEXT NOT NULL,              -- digest of what was asked, by which a replay recognises it
-    branch INTEGER NOT NULL,            -- its context: the branch so far (`kept` tokens) and prompt_ids
-    kept INTEGER NOT NULL,
-    prompt_ids BLOB NOT NULL,           -- int32, little-endian, as token_ids
-    token_ids BLOB NOT NULL,
-    logprobs BLOB NOT NULL,             -- float32, little-endian
-    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
-    finish_reason TEXT,                 -- stop, length; NULL while it is partial
-    PRIMARY KEY (place, sample, number)
-)""",
-    """
-CREATE TABLE calls (                    -- what a rollout that is a program was answered by the world
-    place INTEGER NOT NULL, sample INTEGER NOT NULL,
-    number INTEGER NOT NULL,            -- as in turns
-    name TEXT NOT NULL, result TEXT NOT NULL,
-    PRIMARY KEY (place, sample, number)
-)""",
-    """
-CREATE TABLE failed (                   -- prompts that were given up, which no batch has and none will have
-    place INTEGER PRIMARY KEY, problem INTEGER NOT NULL,
-    step INTEGER NOT NULL,              -- the batch that was made up when they were
-    reason TEXT NOT NULL
-)""",
-)
-SNAPSHOTS = """
-CREATE TABLE snapshots (                -- of the world of a rollout that is a program: the newest one
-    place INTEGER NOT NULL, sample INTEGER NOT NULL,
-    number INTEGER NOT NULL,            -- the call that it was taken after
-    snapshot NOT NULL,                  -- JSON as TEXT, anything else as BLOB
-    PRIMARY KEY (place, sample)
-)"""
-ENVIRONMENT_TABLES = (
-    """
-CREATE TABLE environments (             -- of the run; docs/environments.md says how prompts are drawn
-    number INTEGER PRIMARY KEY,         -- 0, 1, ...
-    label TEXT NOT NULL,
-    problems INTEGER NOT NULL,          -- in an epoch of its own
-    weight REAL NOT NULL, samples_per_prompt INTEGER NOT NULL
-)""",
-    "ALTER TABLE groups ADD COLUMN environment INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE failed ADD COLUMN environment INTEGER NOT NULL DEFAULT 0",
-)
-OUTCOMES = (
-    """
-CREATE TABLE outcomes (                 -- how good answers were, by which problems rest; only the newest ones
-    place INTEGER PRIMARY KEY,
-    environment INTEGER NOT NULL, problem INTEGER NOT NULL,
-    epoch INTEGER NOT NULL,             -- of its environment
-    step INTEGER NOT NULL,              -- the batch that it is in, or that left it out
-    mean REAL NOT NULL                  -- of the rewards of its answers
-)""",
-    "CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place)",
-)
 SCHEMA = """
 CREATE TABLE run (
     run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
@@ -82,7 +24,7 @@ CREATE TABLE run (
     prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
     max_off_policy_steps INTEGER NOT NULL
 );
-CREATE TABLE sampling (                 -- of all answers that wait; missing in ledgers of earlier versions
+CREATE TABLE sampling (                 -- of all answers that wait
     temperature REAL NOT NULL
 );
 CREATE TABLE groups (                   -- prompts on which the training is in no checkpoint yet
@@ -91,7 +33,8 @@ CREATE TABLE groups (                   -- prompts on which the training is in n
     tries INTEGER NOT NULL,             -- 1, and 1 more for each time that its answers were dropped
     policy_step INTEGER NOT NULL,       -- of the policy that was served when it was issued
     batch INTEGER,                      -- the optimiser step that it was shipped for
-    prompt_ids TEXT                     -- [] until it is known; NULL where all that is left is the batch
+    prompt_ids TEXT,                    -- [] until it is known; NULL where all that is left is the batch
+    environment INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE samples (                  -- their answers
     place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
@@ -117,50 +60,66 @@ CREATE TABLE dropped (
     place INTEGER NOT NULL, try INTEGER NOT NULL, reason TEXT NOT NULL,
     step INTEGER NOT NULL               -- the batch that was made up when they were
 );
-""" + "".join(f"{statement};" for statement in (*PROGRAM_TABLES, SNAPSHOTS, *ENVIRONMENT_TABLES, *OUTCOMES))
-
-UPGRADES = {
-    2: (
-        "CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)",
-        "ALTER TABLE samples ADD COLUMN parts TEXT",
-        "ALTER TABLE samples ADD COLUMN failed TEXT",
-        "ALTER TABLE samples ADD COLUMN calls INTEGER",
-        "ALTER TABLE samples ADD COLUMN diverged INTEGER NOT NULL DEFAULT 0",
-        *PROGRAM_TABLES,
-        "UPDATE run SET format = 3",
-    ),
-    3: (SNAPSHOTS, "UPDATE run SET format = 4"),
-    4: (
-        *ENVIRONMENT_TABLES,
-        "INSERT INTO environments SELECT 0, '', problems, 1.0, samples_per_prompt FROM run",
-        "UPDATE run SET format = 5",
-    ),
-    5: (*OUTCOMES, "UPDATE run SET format = 6"),
-}
-"""The statements that make a ledger of the next format from one of an older format."""
+CREATE TABLE turns (                    -- what the model answered to a rollout that is a program
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- 0, 1, ... in the order in which the rollout's calls began
+    request TEXT NOT NULL,              -- digest of what was asked, by which a replay recognises it
+    branch INTEGER NOT NULL,            -- its context: the branch so far (`kept` tokens) and prompt_ids
+    kept INTEGER NOT NULL,
+    prompt_ids BLOB NOT NULL,           -- int32, little-endian, as token_ids
+    token_ids BLOB NOT NULL,
+    logprobs BLOB NOT NULL,             -- float32, little-endian
+    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
+    finish_reason TEXT,                 -- stop, length; NULL while it is partial
+    PRIMARY KEY (place, sample, number)
+);
+CREATE TABLE calls (                    -- what a rollout that is a program was answered by the world
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- as in turns
+    name TEXT NOT NULL, result TEXT NOT NULL,
+    PRIMARY KEY (place, sample, number)
+);
+CREATE TABLE snapshots (                -- of the world of a rollout that is a program: the newest one
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- the call that it was taken after
+    snapshot NOT NULL,                  -- JSON as TEXT, anything else as BLOB
+    PRIMARY KEY (place, sample)
+);
+CREATE TABLE failed (                   -- prompts that were given up, which no batch has and none will have
+    place INTEGER PRIMARY KEY, problem INTEGER NOT NULL,
+    step INTEGER NOT NULL,              -- the batch that was made up when they were
+    reason TEXT NOT NULL,
+    environment INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE environments (             -- of the run; docs/environments.md says how prompts are drawn
+    number INTEGER PRIMARY KEY,         -- 0, 1, ...
+    label TEXT NOT NULL,
+    problems INTEGER NOT NULL,          -- in an epoch of its own
+    weight REAL NOT NULL, samples_per_prompt INTEGER NOT NULL
+);
+CREATE TABLE outcomes (                 -- the newest mean rewards of problems, for the difficulty filter
+    place INTEGER PRIMARY KEY,
+    environment INTEGER NOT NULL, problem INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,             -- of its environment
+    step INTEGER NOT NULL,              -- the batch that it is in, or that left it out
+    mean REAL NOT NULL                  -- of the rewards of its answers
+);
+CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place);
+"""
 ANSWERS = ("samples", "turns", "calls", "snapshots")
 """The tables with rows about the answers to a prompt, which go when the prompt's row does."""
-READABLE = (*UPGRADES, FORMAT)
-"""The formats that can be read."""
 
 
-def upgrade(database: sqlite3.Connection) -> None:
-    """Bring a ledger of an older format to the current one, in the transaction that is open, or a new one.
+def check_format(database: sqlite3.Connection) -> None:
+    """Check that a ledger has the format that this version of Cairn writes.
 
     Raises:
-        ValueError: its format can't be read.
+        ValueError: it has another format.
         sqlite3.DatabaseError: it is damaged.
     """
     (found,) = database.execute("SELECT format FROM run").fetchone()
-    if found not in READABLE:
-        raise ValueError(
-            f"it has format {found}; this version of Cairn reads formats {min(READABLE)} to {FORMAT}"
-        )
-    if not database.in_transaction:
-        database.execute("BEGIN")
-    for number in range(found, FORMAT):
-        for statement in UPGRADES[number]:
-            database.execute(statement)
+    if found != FORMAT:
+        raise ValueError(f"it has format {found}; this version of Cairn reads format {FORMAT}")
 
 
 # A group whose prompt tokens are unknown can't be shipped again; its row is deleted, and the prompt issued
