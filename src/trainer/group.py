@@ -1,4 +1,4 @@
-"""This process's place among the trainer's ranks."""
+"""This process among the trainer's ranks: what the ranks exchange, and this rank's device."""
 
 import os
 import socket
@@ -11,23 +11,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cairn.config.trainer import TrainerBase
 from cairn.policy.network import address_towards, host_store
+from cairn.run.errors import OutOfMemory, UsageError
+from cairn.run.machine import this_machine
 
 # torch.distributed exports no stores.
-# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
 
 POLL_SECONDS = 0.002
 
 
-class Meeting:
-    """Threads of all ranks, one a rank, that tell each other something in rounds.
+class ThreadRendezvous:
+    """Exchanges strings between threads of all ranks, one a rank, in rounds.
 
     They use a store rather than a process group: operations of another thread would get in between the
     collectives of the training, of which NCCL allows one at a time, and a wait for a store can be given up.
 
     Args:
-        store: of this meeting alone, with a connection of its own.
+        store: for this rendezvous alone, with a connection of its own.
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None):
@@ -53,10 +56,6 @@ class Meeting:
         if self._round > 2:  # all have read the round before the last, since they have come to the last
             self._store.delete_key(f"{self._round - 2}/{self._rank}")
         return said
-
-
-# torch.distributed exports no stores.
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 
 @dataclass(frozen=True)
@@ -100,26 +99,26 @@ class RankGroup:
             # Otherwise torch fills new tensors with NaN, which makes the kernel provide memory for all of a
             # model that is yet to be cut into shards, and costs time for every buffer of a collective.
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # an undeclared property
-        place = _meeting_place()
+        join = _store_arguments()
         if device is None:
             here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             device = here if torch.cuda.is_available() else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
-            dist.init_process_group(backend, device_id=device, **place)
+            dist.init_process_group(backend, device_id=device, **join)
         else:
-            dist.init_process_group("gloo", **place)
+            dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
         return cls(
-            dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas), place["store"]
+            dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas), join["store"]
         )
 
-    def meeting(self, name: str) -> Meeting:
-        """Where a thread of each rank meets those of the others; each name can be used once."""
+    def rendezvous(self, name: str) -> ThreadRendezvous:
+        """Exchange of strings between one thread of each rank; each name can be used once."""
         if self.store is None or self.world_size == 1:
-            return Meeting(self.rank, self.world_size, None)
-        return Meeting(self.rank, self.world_size, dist.PrefixStore(name, self.store.clone()))
+            return ThreadRendezvous(self.rank, self.world_size, None)
+        return ThreadRendezvous(self.rank, self.world_size, dist.PrefixStore(name, self.store.clone()))
 
     def seed(self, seed: int) -> None:
         """Seed this rank's generators of random numbers, on the CPU and on its GPU.
@@ -189,10 +188,90 @@ def _mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
     return DeviceMesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
-def _meeting_place() -> dict[str, Any]:
+def _store_arguments() -> dict[str, Any]:
     """Arguments of `init_process_group`: the store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
-    join = host_store if rank == 0 else dist.TCPStore
-    store = join(host, port, world_size)
+    make = host_store if rank == 0 else dist.TCPStore
+    store = make(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}
+
+
+# This rank's device, and what can be wrong with a GPU: CUDA can't use it, or its memory does not suffice.
+
+
+NEEDED_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""The oldest NVIDIA driver for each major version of CUDA (CUDA Toolkit release notes, table 2)."""
+
+
+def device_for(gpu: str | None, index: int, *, on_cpu: bool) -> torch.device:
+    """The device of a rank: the GPU that Ray gave its process, or the CPU if it gave none.
+
+    Args:
+        gpu: the GPU's name, such as in CUDA_VISIBLE_DEVICES.
+        index: its number among those that this process sees.
+        on_cpu: whether the settings ask for the CPU.
+
+    Raises:
+        UsageError: CUDA can't use the GPU, or it sees one that Ray does not know of. Training on the CPU
+            instead would be hundreds of times as slow.
+    """
+    if gpu is None:
+        if not on_cpu and torch.cuda.is_available():
+            raise UsageError(
+                f"torch sees {torch.cuda.device_count()} GPUs on {socket.gethostname()}, but Ray gave this "
+                "rank none: start the Ray cluster with its GPUs (ray start --num-gpus), or set gpus to 0 to "
+                "train on the CPU"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    try:
+        torch.cuda.init()
+        torch.ones(1, device=device).item()  # a context, and a kernel made for this kind of GPU
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(_unusable(gpu, str(error))) from None
+    return device
+
+
+def out_of_memory(error: BaseException, config: TrainerBase) -> OutOfMemory | None:
+    """What to tell a user whose GPU has run out of memory; None if `error` is of another kind."""
+    if not isinstance(error, torch.OutOfMemoryError) and not _is_of_library(error):
+        return None
+    ways = [f"lower seq_len (now {config.seq_len})"]
+    if config.micro_batch_size > 1:
+        ways.insert(0, f"lower micro_batch_size (now {config.micro_batch_size})")
+    if not config.activation_checkpointing:
+        ways.append("turn on activation_checkpointing")
+    ways.append(f"shard the model over more workers (now {config.ranks})")
+    used = ""
+    if torch.cuda.is_initialized():
+        peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        used = f" At its peak this rank had allocated {peak / 2**30:.1f} of {total / 2**30:.1f} GiB."
+    reason = " ".join(str(error).split())
+    return OutOfMemory(f"out of memory: {reason}{used} To need less, {', '.join(ways[:-1])}, or {ways[-1]}")
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether an allocation failed that was not torch's own, but the driver's, cuBLAS's or NCCL's."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "CUBLAS_STATUS_ALLOC_FAILED" in text or ("out of memory" in text and "cuda" in text.lower())
+    )
+
+
+def _unusable(gpu: str, reason: str) -> str:
+    """Why torch can't use a GPU, for a user."""
+    what = f"GPU {gpu} of {socket.gethostname()} can't be used: {' '.join(reason.split())}"
+    if torch.version.cuda is None:
+        needs = f"torch {torch.__version__} is built without CUDA; `scripts/setup gpu` installs another build"
+    else:
+        driver = this_machine().driver
+        oldest = NEEDED_DRIVERS.get(torch.version.cuda.partition(".")[0])
+        wanted = f" of version {oldest} or later" if oldest else ""
+        needs = (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs an NVIDIA driver"
+            f"{wanted}; {f'the driver here is {driver}' if driver else 'there is no driver here'}"
+        )
+    return f"{what.rstrip('.')}. {needs}. To train on the CPU, set gpus to 0"

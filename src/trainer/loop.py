@@ -24,10 +24,10 @@ from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.files import read_json
 from cairn.run.messages import Attempt, Outcome
+from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.data.rendering import RecordRefused
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.saving.checkpoints import make_checkpoints
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.rewinds import make_rewinder
 from cairn.trainer.step.train_step import train_step
@@ -191,7 +191,7 @@ class Training:
     def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
         heartbeat.holds_unsaved(True)
-        task, meanwhile = self.task, partial(self._batches.make_ready, step + 1)
+        task, make_next = self.task, partial(self._batches.make_ready, step + 1)
         prepared = task.prepare(batch)
         row = train_step(
             self.state,
@@ -199,8 +199,8 @@ class Training:
             step,
             task.loss,
             self._before_update,
-            meanwhile,
-            others=task.learners,
+            make_next,
+            further_learners=task.learners,
             with_policy=task.trains_policy(step),
             rewinder=self._rewinder,
         )

@@ -34,8 +34,8 @@ from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.models.model import build_model, weights
-from cairn.trainer.models.reward_model import with_reward_token
 from cairn.trainer.models.trained import Trained
+from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState

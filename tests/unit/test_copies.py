@@ -11,7 +11,7 @@ from cairn.checkpoint.saving import host_staging
 from cairn.checkpoint.saving.arena import Arena
 from cairn.checkpoint.saving.host_staging import GpuCopies, HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
-from cairn.trainer.saving.checkpoints import host_share
+from cairn.trainer.checkpoints import host_share
 
 GPU = torch.device("cuda", 3)
 

@@ -201,7 +201,7 @@ def test_the_loss_is_ppos(group: RankGroup, folder: Path, clip: float):
     now = np.concatenate(columns_of(again, samples, "values")).astype(np.float64)
     losses = (now - returns) ** 2
     clipped = (np.clip(now, before - clip, before + clip) - returns) ** 2 if clip else losses
-    row = train_step(state, work, 1, Likelihood(), others=[learner], with_policy=False)
+    row = train_step(state, work, 1, Likelihood(), further_learners=[learner], with_policy=False)
     assert row["critic/loss"] == pytest.approx(0.5 * np.maximum(losses, clipped).mean(), rel=1e-4)
     assert row["critic/clipped"] == pytest.approx((clipped > losses).mean())
     assert (row["critic/clipped"] > 0) == bool(clip)
@@ -224,7 +224,9 @@ def test_the_critic_learns_alone_in_its_warm_up(group: RankGroup, folder: Path):
     for step in range(1, 6):
         work = make_work(samples)
         row = dict(learner.prepare(work))
-        rows.append(row | train_step(state, work, step, Likelihood(), others=[learner], with_policy=False))
+        rows.append(
+            row | train_step(state, work, step, Likelihood(), further_learners=[learner], with_policy=False)
+        )
     assert same(policy, values_of(state, POLICY))
     assert not state.models[POLICY].optimizer.state
     losses = [row["critic/loss"] for row in rows]
@@ -235,7 +237,7 @@ def test_the_critic_learns_alone_in_its_warm_up(group: RankGroup, folder: Path):
     assert state.progress.step == 5
     work = make_work(samples)
     learner.prepare(work)
-    row = train_step(state, work, 6, Likelihood(), others=[learner])
+    row = train_step(state, work, 6, Likelihood(), further_learners=[learner])
     assert not same(policy, values_of(state, POLICY))
     assert (row["lr"], row["critic/lr"]) == (0.01, 0.02)
 
@@ -277,7 +279,7 @@ def test_values_are_float32_where_layers_are_not(group: RankGroup, folder: Path)
         for step in (1, 2, 3):
             work = make_work(make_samples())
             learner.prepare(work)
-            row = train_step(one, work, step, Likelihood(), others=[learner], with_policy=False)
+            row = train_step(one, work, step, Likelihood(), further_learners=[learner], with_policy=False)
             rows.append(row["critic/loss"])
         losses.append(rows)
         if one is state:
@@ -292,7 +294,9 @@ def learn(state: TrainerState, step: int, *, with_policy: bool = True) -> dict[s
     learner = CriticLearner(CONFIG, state)
     work = make_work(make_samples())
     row = dict(learner.prepare(work))
-    return row | train_step(state, work, step, Likelihood(), others=[learner], with_policy=with_policy)
+    return row | train_step(
+        state, work, step, Likelihood(), further_learners=[learner], with_policy=with_policy
+    )
 
 
 def keep(saver: Saver, store: CheckpointStore, step: int, state: TrainerState) -> Path:
@@ -369,7 +373,7 @@ def test_models_of_all_kinds_learn_values(group: RankGroup, tmp_path: Path, fami
         arrange = state.scorer.rows.arrange
         work = make_rank_batch(batch, CONFIG, rank=0, world_size=1, arrange=arrange)
         learner.prepare(work)
-        row = train_step(state, work, step, Likelihood(), others=[learner], with_policy=False)
+        row = train_step(state, work, step, Likelihood(), further_learners=[learner], with_policy=False)
         losses.append(row["critic/loss"])
     assert losses[1] < losses[0]
     assert "lm_head.weight" not in state.models["critic"].saved()

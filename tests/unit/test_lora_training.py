@@ -21,8 +21,7 @@ from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step.learner import PolicyLearner
-from cairn.trainer.step.train_step import StepMetrics, Update
+from cairn.trainer.step.train_step import PolicyLearner, StepMetrics, Update
 
 group = one_rank
 LENGTHS = (9, 14, 5, 12, 7, 16, 11, 6)

@@ -27,7 +27,7 @@ from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
 from cairn.run.processes import stop_on_signals
 from cairn.run.waiting import Rates, Span
-from cairn.trainer.saving.checkpoints import SaveTimes
+from cairn.trainer.checkpoints import SaveTimes
 
 Answer = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 

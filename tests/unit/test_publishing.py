@@ -26,7 +26,7 @@ from cairn.policy.checksums import checksum, read_checksums
 from cairn.policy.network import host_store
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import Attempt, Probe, read_probe
-from cairn.trainer.group import Meeting, RankGroup
+from cairn.trainer.group import RankGroup, ThreadRendezvous
 from cairn.trainer.models.model import config_of, published_dtypes, weights
 from cairn.trainer.publishing.publisher import VersionPublisher
 from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, Served
@@ -301,7 +301,7 @@ def test_a_disk_that_is_full_ends_the_wait_for_the_next_batch(
     device.gate.set()
     publisher.publish(1, save=False, last=False)
     with pytest.raises(OSError, match="CAIRN_FAULT") as raised:
-        ShippedBatches(run, ATTEMPT, 60, meanwhile=publisher.check).next_batch(2)
+        ShippedBatches(run, ATTEMPT, 60, check=publisher.check).next_batch(2)
     assert raised.value.errno == errno.ENOSPC
     for call in (publisher.before_update, publisher.finish, lambda: publisher.announce_end(1, save=False)):
         with pytest.raises(OSError, match="CAIRN_FAULT"):
@@ -315,13 +315,13 @@ def test_a_disk_that_is_full_ends_the_wait_for_the_next_batch(
 def test_threads_of_all_ranks_tell_each_other_what_they_have_to_say():
     """Round after round; of earlier rounds nothing is left, and a rank that is missing is waited for."""
     store = host_store("127.0.0.1")
-    meetings = [Meeting(rank, 3, dist.PrefixStore("here", store.clone())) for rank in range(3)]
-    heard: list[list[list[str]]] = [[] for _ in meetings]
+    exchanges = [ThreadRendezvous(rank, 3, dist.PrefixStore("here", store.clone())) for rank in range(3)]
+    heard: list[list[list[str]]] = [[] for _ in exchanges]
 
     def attend(rank: int) -> None:
         for number in range(20):
             time.sleep(0.001 * ((rank + number) % 3))
-            heard[rank].append(meetings[rank].gather(f"{number} from {rank}", lambda: None))
+            heard[rank].append(exchanges[rank].gather(f"{number} from {rank}", lambda: None))
 
     threads = [in_thread(partial(attend, rank)) for rank in range(3)]
     for thread in threads:
@@ -338,4 +338,4 @@ def test_threads_of_all_ranks_tell_each_other_what_they_have_to_say():
 
     deadline = time.monotonic() + 0.1
     with pytest.raises(GivenUp):
-        meetings[0].gather("alone", give_up)
+        exchanges[0].gather("alone", give_up)

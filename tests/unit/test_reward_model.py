@@ -20,7 +20,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.messages import Attempt
 from cairn.trainer.data.opening import identity_of_records
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.reward_model import with_reward_token
+from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step

@@ -257,7 +257,7 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
         state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
         work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
-        row = train_step(state, work, 1, loss, meanwhile=meanwhile)
+        row = train_step(state, work, 1, loss, before_last_backward=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == TrainerProgress(1, tokens, len(samples))
         return row, {name: weight.clone() for name, weight in weights(model).items()}

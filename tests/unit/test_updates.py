@@ -22,8 +22,7 @@ from cairn.trainer.packing import BatchCounts, MicroBatch, make_rank_batch
 from cairn.trainer.scoring.tokens import Scorer, add_logprobs
 from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step.learner import Learner
-from cairn.trainer.step.train_step import train_step
+from cairn.trainer.step.train_step import Learner, train_step
 
 group = one_rank
 CONFIG = TrainerConfig(optimizer={"lr": 0.01, "eps": 1e-3}, seq_len=24)
@@ -119,7 +118,9 @@ class Second(Learner):
 def test_a_model_beside_the_policy_learns_as_it_would_alone(group: RankGroup, folder: Path):
     alone, both = begin(group, folder), begin(group, folder, second=make_policy(folder, CONFIG, group))
     row = train_step(alone, make_work(SAMPLES), 1, Likelihood())
-    found = train_step(both, make_work(SAMPLES), 1, Likelihood(), others=[Second(both.models["second"])])
+    found = train_step(
+        both, make_work(SAMPLES), 1, Likelihood(), further_learners=[Second(both.models["second"])]
+    )
     for model in both.models.values():
         assert equal(values(model), values(alone.policy))
     of_second = {f"second/{name}": row[name] for name in ("loss", "grad_norm", "lr")}
@@ -131,7 +132,7 @@ def test_a_model_that_diverges_changes_nothing(group: RankGroup, folder: Path):
     before = {name: values(model) for name, model in state.models.items()}
     others = [Second(state.models["second"], scale=float("nan"))]
     with pytest.raises(TrainingDiverged, match="norm of the second is nan"):
-        train_step(state, make_work(SAMPLES), 1, Likelihood(), others=others)
+        train_step(state, make_work(SAMPLES), 1, Likelihood(), further_learners=others)
     assert all(equal(values(model), before[name]) for name, model in state.models.items())
 
 

@@ -165,7 +165,7 @@ def test_the_critic_goes_on_too(group: RankGroup, written: Path, tmp_path: Path,
             samples.append(Sample(row, np.arange(WIDTH) >= 1, {"rewards": column}))
         work = make_rank_batch(Batch(samples, sampling=Sampling(1.0)), config, rank=0, world_size=1)
         learner.prepare(work)
-        row = train_step(state, work, number, Likelihood(), others=[learner], with_policy=False)
+        row = train_step(state, work, number, Likelihood(), further_learners=[learner], with_policy=False)
         losses.append(row["critic/loss"])
     assert losses == pytest.approx(
         json.loads((written / family / "critic_losses.json").read_text()), rel=1e-5

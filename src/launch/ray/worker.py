@@ -98,8 +98,7 @@ class Worker:
         heartbeat.doing("importing torch")
         with importing():
             from cairn.run.output import start_logging
-            from cairn.trainer.device import device_for, out_of_memory
-            from cairn.trainer.group import RankGroup
+            from cairn.trainer.group import RankGroup, device_for, out_of_memory
             from cairn.trainer.loop import train
 
         start_logging()

@@ -19,7 +19,7 @@ from cairn.trainer.data.opening import open_sources
 from cairn.trainer.data.preference_forms import FORMS, Form
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.sources import SFT, Indexed, Record, RecordSource, Use
+from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
 
 LEARNED_POSITIONS: Mapping[str, int] = {
     "biogpt": 1024,
@@ -145,7 +145,9 @@ class Looking:
                 yield from self._of_refused(refused, name, len(numbers), there)
         yield from self._in_words(seen, name, there)
 
-    def _answers(self, record: Record, number: int, source: RecordSource) -> Sequence[Record]:
+    def _answers(
+        self, record: Mapping[str, Any], number: int, source: RecordSource
+    ) -> Sequence[Mapping[str, Any]]:
         """The records that one is learned as.
 
         Raises:
@@ -157,11 +159,15 @@ class Looking:
             raise RecordRefused(source.where(number), problem)
         return self.use.answers(record)
 
-    def _check(self, answers: Sequence[Record], number: int, source: RecordSource, seen: _Seen) -> None:
+    def _check(
+        self, answers: Sequence[Mapping[str, Any]], number: int, source: RecordSource, seen: _Seen
+    ) -> None:
         for answer in answers:
             self._encoder.check(answer, number, source.where)
 
-    def _encode(self, answers: Sequence[Record], number: int, source: RecordSource, seen: _Seen) -> None:
+    def _encode(
+        self, answers: Sequence[Mapping[str, Any]], number: int, source: RecordSource, seen: _Seen
+    ) -> None:
         samples = [self._encoder.turns([answer], [number], source.where)[0] for answer in answers]
         seen.records += 1
         seen.too_long += any(len(one.token_ids) > self.row_length for own in samples for one in own)

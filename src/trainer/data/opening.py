@@ -9,8 +9,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.data_sets import BadRecord, identity_of, same_records
 from cairn.run.seeds import Mixture
 from cairn.trainer.data import preference_forms
-from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
-from cairn.trainer.data.streaming import StreamSource
+from cairn.trainer.data.sources import SFT, Indexed, RecordSource, StreamSource, Use
 
 SOURCES: dict[str, Callable[..., RecordSource]] = {"indexed": Indexed, "stream": StreamSource}
 """By what `read` of a data set says."""

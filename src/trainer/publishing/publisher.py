@@ -58,7 +58,7 @@ class VersionPublisher:
         self._transport = transport
         self._make_probe = make_probe
         self._before_announcing = before_announcing
-        self._meeting = group.meeting("publish")
+        self._ranks = group.rendezvous("publish")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._written = threading.Event()
@@ -194,11 +194,11 @@ class VersionPublisher:
                 unfinished.mkdir(parents=True)
             remove_checksums(unfinished)  # of what was here before
             filling.begin(unfinished)
-        self._meeting.gather("", self._check_wanted)
+        self._ranks.gather("", self._check_wanted)
         sums = filling.write(unfinished, self._check_wanted)
         self._written.set()
         self._before_announcing()
-        contributions = self._meeting.gather(json.dumps(dict(sums)), self._check_wanted)
+        contributions = self._ranks.gather(json.dumps(dict(sums)), self._check_wanted)
         if self.group.rank == 0:
             parts: list[Mapping[str, int]] = [json.loads(part) for part in contributions]
             if whole := merged(parts):

@@ -22,8 +22,16 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
-from cairn.trainer.attention.check import kernel_problem
-from cairn.trainer.attention.choice import ALONE, BY_POSITIONS, ROWS, Attention, Device, Rows, choose
+from cairn.trainer.attention.choice import (
+    ALONE,
+    BY_POSITIONS,
+    ROWS,
+    Attention,
+    Device,
+    Rows,
+    choose,
+    kernel_problem,
+)
 from cairn.trainer.attention.kernels import noted
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows

@@ -23,7 +23,7 @@ from cairn.trainer.packing import BatchCounts, MicroBatch, RankBatch
 from cairn.trainer.scoring.self_check import VocabularyRows
 from cairn.trainer.scoring.tokens import reshard
 from cairn.trainer.state import TrainerState
-from cairn.trainer.step.learner import Learner
+from cairn.trainer.step.train_step import Learner
 
 NAME = "critic"
 """Of the model among those of a run, and of its metrics."""

@@ -12,7 +12,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.history import Rewind, rewind_target
 from cairn.run.messages import Attempt
-from cairn.trainer.saving.checkpoints import Checkpoints
+from cairn.trainer.checkpoints import Checkpoints
 from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import TrainerState
 

@@ -1,23 +1,97 @@
-"""One step: forward and backward passes over a rank's micro-batches, then the update; or several of both."""
+"""One step: forward and backward passes over a rank's micro-batches, then the update; or several of both.
+
+What a step trains are learners: each a model, and the loss that is computed from its outputs.
+"""
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from cairn.config.optimizer import BaseOptimizerConfig, SchedulerConfig
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
-from cairn.trainer.losses import Loss, LossSums
-from cairn.trainer.packing import BatchCounts, RankBatch, UpdateBatch
+from cairn.trainer.losses import Loss, LossInputs, LossSums
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.packing import BatchCounts, MicroBatch, RankBatch, UpdateBatch
 from cairn.trainer.state import TrainerState
-from cairn.trainer.step.learner import Learner, PolicyLearner
 from cairn.trainer.step.rewinds import NoRewinds, Rewinder
+
+
+class Learner(ABC):
+    """A model that learns from each batch; a step trains all learners on the same micro-batches.
+
+    name: what its metrics begin with, with a slash, and errors call it; "" for the policy. loss_name: what
+    errors call its loss.
+    """
+
+    name: str
+    loss_name: str
+    model: Trained
+    optimizer: BaseOptimizerConfig | None = None
+    """Settings of its optimiser; None: the policy's."""
+    scheduler: SchedulerConfig | None = None
+    """Its learning rate schedule; None: the policy's."""
+
+    @abstractmethod
+    def normaliser(self, counts: BatchCounts) -> float:
+        """What the sum over an update's micro-batches is divided by, above 0; `counts` is of all ranks."""
+
+    @abstractmethod
+    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
+        """The forward pass of one micro-batch, which is on the model's device.
+
+        Args:
+            temperature: of the sampler.
+        """
+
+    def added_to(
+        self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
+    ) -> torch.Tensor:
+        """The micro-batch's loss with what the model itself adds to it, such as balance between experts.
+
+        Args:
+            loss: divided by the normaliser, and scaled for FSDP2's mean over `ranks`.
+        """
+        return loss
+
+
+class PolicyLearner(Learner):
+    """The policy, with the loss that the configuration chooses."""
+
+    name = ""
+
+    def __init__(self, state: TrainerState, loss: Loss):
+        """Train `state`'s policy."""
+        self.model = state.policy
+        self.loss_name = type(loss).__name__
+        self._state = state
+        self._loss = loss
+
+    def normaliser(self, counts: BatchCounts) -> float:
+        return self._loss.normaliser(counts)
+
+    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
+        """Logprobs of the learned tokens, and the loss of them."""
+        with self._state.balance.watching():
+            logprobs, entropies = self._state.scorer.scores(
+                micro, temperature, entropies=self._loss.needs_entropies
+            )
+        return self._loss(LossInputs.of(logprobs, micro, entropies))
+
+    def added_to(
+        self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
+    ) -> torch.Tensor:
+        """With the balance of the experts."""
+        return self._state.balance.added_to(loss, sums, micro, counts, ranks)
+
 
 NO_REWINDS = NoRewinds()
 
@@ -32,9 +106,9 @@ def train_step(
     step: int,
     loss: Loss,
     before_update: Callable[[], None] = _nothing,
-    meanwhile: Callable[[], None] = _nothing,
+    before_last_backward: Callable[[], None] = _nothing,
     *,
-    others: Sequence[Learner] = (),
+    further_learners: Sequence[Learner] = (),
     with_policy: bool = True,
     rewinder: Rewinder = NO_REWINDS,
 ) -> dict[str, float]:
@@ -43,27 +117,27 @@ def train_step(
     An update sums the loss over its part of the batch, on whichever ranks it is, and divides it by the loss's
     normaliser. Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards,
     never of the whole model.
-    Weights and optimiser state change only after `before_update` has returned. `meanwhile` is called before
-    the last backward pass of the policy, during which this thread needs neither Python nor, on a GPU, the
-    processor. Updates that the guard against spikes refuses change nothing.
+    Weights and optimiser state change only after `before_update` has returned. `before_last_backward` is
+    called before the last backward pass of the policy, during which this thread needs neither Python nor, on
+    a GPU, the processor. Updates that the guard against spikes refuses change nothing.
 
     Args:
         loss: of the policy.
-        others: models that learn from the same batch, each with a loss of its own.
-        with_policy: False leaves the policy as it is; there must be others.
+        further_learners: models that learn from the same batch, each with a loss of its own.
+        with_policy: False leaves the policy as it is; there must be further learners.
         rewinder: where updates that the guard refuses lead back to. Then the step's others are left out, too.
 
     Raises:
         TrainingDiverged: a gradient is not finite, or too many in a row spike.
     """
     config, counts = state.config, batch.counts
-    learners = [PolicyLearner(state, loss), *others] if with_policy else list(others)
+    learners = [PolicyLearner(state, loss), *further_learners] if with_policy else list(further_learners)
     rows: list[StepMetrics] = []
     skipped, rewound_to = 0, None
     for number in range(batch.updates):
         update = Update(state, batch.parts[number % len(batch.parts)], batch.temperature, step, number)
         last = number == batch.updates - 1
-        rows.append(update.gradients(learners, meanwhile if last else _nothing))
+        rows.append(update.gradients(learners, before_last_backward if last else _nothing))
         spike = state.spikes.spike_in(rows[-1].means, update.name, rewinder.known(step, number))
         if number == 0:
             before_update()
@@ -130,22 +204,22 @@ class Update:
         """For messages."""
         return f"step {self.step}" + (f", update {self.number + 1}" if self.number else "")
 
-    def gradients(self, learners: Sequence[Learner], meanwhile: Callable[[], None]) -> StepMetrics:
+    def gradients(self, learners: Sequence[Learner], before_last_backward: Callable[[], None]) -> StepMetrics:
         """Accumulate and clip each learner's gradient.
 
         Args:
-            meanwhile: called before the last backward pass of the first learner.
+            before_last_backward: called before the last backward pass of the first learner.
         """
         found = StepMetrics({}, {})
         for learner in learners:
-            metrics = self._gradient(learner, meanwhile)
-            meanwhile = _nothing
+            metrics = self._gradient(learner, before_last_backward)
+            before_last_backward = _nothing
             prefix = _prefix(learner)
             found.means |= {prefix + name: value for name, value in metrics.means.items()}
             found.maxima |= {prefix + name: value for name, value in metrics.maxima.items()}
         return found
 
-    def _gradient(self, learner: Learner, meanwhile: Callable[[], None]) -> StepMetrics:
+    def _gradient(self, learner: Learner, before_last_backward: Callable[[], None]) -> StepMetrics:
         config, group, counts = self.state.config, self.state.group, self.part.counts
         normaliser = _normaliser(learner, counts)
         micros = self.part.micros
@@ -156,7 +230,7 @@ class Update:
             micro = micro.to(group.device)
             sums = learner.sums(micro, self.temperature)
             if micro.index == micros[-1].index:
-                meanwhile()
+                before_last_backward()
             # FSDP2 averages gradients over ranks; the sum is wanted.
             scaled = sums.loss * (group.world_size / normaliser)
             learner.added_to(scaled, sums, micro, counts, group.world_size).backward()

@@ -25,8 +25,8 @@ from cairn.trainer.frozen.reference import (
 )
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, make_loss
-from cairn.trainer.models.reward_model import RewardModel, with_reward_token
 from cairn.trainer.models.trained import Trained
+from cairn.trainer.models.value_model import RewardModel, with_reward_token
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task

@@ -69,7 +69,7 @@ class RL(Task):
             before_announcing=sharing.make_room,
         )
         self._batches = ShippedBatches(
-            run, attempt, config.batch_timeout, sharing, meanwhile=self._publisher.check
+            run, attempt, config.batch_timeout, sharing, check=self._publisher.check
         )
 
     @classmethod
@@ -158,14 +158,14 @@ class ShippedBatches:
         attempt: Attempt,
         timeout: float,
         sharing: GpuTurns | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ):
-        """Wait `timeout` seconds for each batch, or until `meanwhile`, which is called often, raises."""
+        """Wait `timeout` seconds for each batch, or until `check`, which is called often, raises."""
         self.run = run
         self.attempt = attempt
         self.timeout = timeout
         self.sharing = sharing or OwnGpu(run, attempt)
-        self.meanwhile = meanwhile
+        self.check = check
 
     def next_batch(self, step: int) -> Batch | None:
         """Wait until the batch of optimiser step `step` is there and may be trained on.
@@ -177,7 +177,7 @@ class ShippedBatches:
         """
 
         def look() -> Batch | Literal["stop"] | None:
-            self.meanwhile()
+            self.check()
             may_train = self.sharing.may_train(step)
             batch = self.run.batch(self.attempt, step) if may_train else None
             return "stop" if batch is None and self.run.stop_requested() else batch

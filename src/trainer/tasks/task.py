@@ -17,7 +17,7 @@ from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import Context
-from cairn.trainer.step.learner import Learner
+from cairn.trainer.step.train_step import Learner
 
 
 class Earlier(NamedTuple):
