@@ -30,7 +30,7 @@ from cairn.checkpoint.saving.saver import Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.placement import local_values
 from cairn.config.trainer import SFTConfig
-from cairn.launch.plan.memory_check import training_needs
+from cairn.launch.memory import training_needs
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.machine import available_memory, this_machine
 from cairn.trainer.attention.choice import kernel_problem, make_attention

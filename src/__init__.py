@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from cairn.run.errors import CairnError, UsageError
 
 if TYPE_CHECKING:
-    from cairn.api.checkpoints import Checkpoint, load_checkpoint
-    from cairn.api.records import read_records
+    from cairn.api.reading import Checkpoint, load_checkpoint, read_records
     from cairn.api.runs import Run, Step
     from cairn.api.training import dpo, reward, rl, sft
     from cairn.orchestrator.environments.tool_schemas import tool_schema
@@ -33,12 +32,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoint": "cairn.api.checkpoints",
+    "Checkpoint": "cairn.api.reading",
     "Run": "cairn.api.runs",
     "Step": "cairn.api.runs",
     "dpo": "cairn.api.training",
-    "load_checkpoint": "cairn.api.checkpoints",
-    "read_records": "cairn.api.records",
+    "load_checkpoint": "cairn.api.reading",
+    "read_records": "cairn.api.reading",
     "reward": "cairn.api.training",
     "rl": "cairn.api.training",
     "sft": "cairn.api.training",

@@ -37,7 +37,7 @@ HERE = Path(__file__)
 PRELOADED = ("torch", "transformers", "pyarrow.parquet")
 NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
 """What the modules of ours have in them that do something when they are imported, or import vLLM."""
-FORKED = ("launch.role_main", "launch.ray.worker_process")
+FORKED = ("launch.roles", "launch.ray.worker_process")
 """Modules of ours that are forked if they run as `python -m`. Preflight is not: it must not have torch."""
 AT_ANY_TIME = ("CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_", "MASTER_")
 """The beginnings of variables that are not read, once and for all, when modules are imported."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedTokenizerBase
 
-    from cairn.api.checkpoints import Checkpoint
+    from cairn.api.reading import Checkpoint
 
 COLUMNS = (
     *("step", "place", "problem", "sample", "environment", "prompt", "text", "reward", "parts", "failed"),
@@ -62,7 +62,7 @@ class Step:
 
     def load(self) -> "Checkpoint":
         """The step, opened with `cairn.load_checkpoint`."""
-        from cairn.api.checkpoints import load_checkpoint
+        from cairn.api.reading import load_checkpoint
 
         return load_checkpoint(self.folder)
 

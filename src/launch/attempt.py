@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
-import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -16,8 +14,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
-from cairn.launch.plan.adopt_remote import say_missing
-from cairn.launch.plan.start import Start, StartDamaged
+from cairn.launch.start import Start, StartDamaged, newest_attempt
 from cairn.remote import Objects, RemoteStore
 from cairn.run.batches import BadBatch
 from cairn.run.changes import Settings
@@ -25,12 +22,10 @@ from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
 from cairn.run.messages import Attempt
+from cairn.run.metrics import lost, ranges_of
 from cairn.run.recipe import TRAINER
 
 logger = logging.getLogger(__name__)
-
-ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
-"""Names of the folders that hold what an attempt has set aside."""
 
 
 def begin(
@@ -167,25 +162,6 @@ def _inputs(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
-    """The number of the run's newest attempt in this directory; 0 if there was none.
-
-    Branches and folders of abandoned steps are named after it, so no number may be used twice, even if
-    roles.json, which records it, was lost.
-    """
-    earlier = run.attempt()
-    aside = os.listdir(store.abandoned) if store.abandoned.is_dir() else []
-    numbers = [int(match[1]) for match in map(ASIDE_NAME.fullmatch, aside) if match]
-    if earlier:
-        numbers.append(earlier.number)
-    else:
-        numbers.append(run.history.newest_attempt())
-        for step in store.steps():
-            with contextlib.suppress(CheckpointError):
-                numbers.append(store.manifest(step).attempt)
-    return max(numbers, default=0)
-
-
 def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -> Attempt:
     """The attempt as seen by a role that starts in the middle of it: from its newest good checkpoint.
 
@@ -263,3 +239,24 @@ def _make_folder(path: Path, setting: str) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{setting}: {path} is not a writable folder ({error.strerror})") from None
+
+
+def say_missing(run: RunDirectory, last: int, earlier: Attempt | None) -> None:
+    """Say what the run's files lack of the steps up to `last`, if anything; a fork begins with a later one.
+
+    Args:
+        earlier: the attempt before.
+    """
+    rows = [row for row in run.metrics.rows() if row["step"] <= last]
+    there = {row["step"] for row in rows}
+    if missing := set(range(min(there, default=1), last + 1)).difference(there):
+        _say(f"{run.metrics.path.name} has no row of steps {ranges_of(missing)}")
+    for name, steps in lost(rows, run.evals.rows()).items():
+        _say(f"{run.evals.path.name} lacks {name!r} of steps {ranges_of(steps)}")
+    if earlier and run.history.newest_attempt() < earlier.number:
+        newest = run.history.newest_attempt()
+        _say(f"{run.history.path.name} ends in attempt {newest} of {earlier.number}, so events are missing")
+
+
+def _say(what: str) -> None:
+    print(f"warning: {what}: no copy was found, and ckpt audit will say so, too", flush=True)

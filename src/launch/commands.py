@@ -9,24 +9,21 @@ from typing import Any
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
 from cairn.launch.attempt import begin, restore_roles
-from cairn.launch.jobs.export import finish_exports, set_exports_aside
-from cairn.launch.jobs.upload import finish_uploads
+from cairn.launch.jobs.background import JOBS
+from cairn.launch.jobs.export import set_exports_aside
+from cairn.launch.memory import refuse_what_can_not_be_served
 from cairn.launch.plan.dry_run import report
 from cairn.launch.plan.gpu_assignment import use_gpus
-from cairn.launch.plan.memory_check import refuse_what_can_not_be_served
 from cairn.launch.plan.remote_start import replaced
 from cairn.launch.plan.run_plan import RunPlan, again, make
-from cairn.launch.plan.start import StartDamaged, damaged_start
 from cairn.launch.plan.steps import STEPS
 from cairn.launch.roles import RoleStart, run_orchestrator
-from cairn.launch.supervise.supervisor import run_roles
+from cairn.launch.start import StartDamaged, damaged_start
+from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.policy_sync.following import AttemptOver
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
-
-FINISHING = (finish_exports, finish_uploads)
-"""What a complete run may still lack, by kind."""
 
 
 def start(command: str, config: Any) -> int:
@@ -50,8 +47,8 @@ def _finish(plan: RunPlan) -> int:
     config, first = plan.config, plan.start
     assert first is not None
     assert first.manifest is not None
-    for finish in FINISHING:
-        finish(config, first.manifest.run_id)
+    for job in JOBS.values():
+        job.finish(config, first.manifest.run_id)
     restore_roles(config, first, plan.command)
     print(plan.complete, flush=True)
     return 0

@@ -8,19 +8,18 @@ service; the tests' own one answers like them.
 import contextlib
 import datetime
 import email.utils
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
 from cairn.config.shared import PreemptionConfig
-from cairn.run.errors import UsageError
+from cairn.run.extensions import load
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ AZURE_EVENTS = ("Preempt", "Terminate")
 class Notice:
     """The machine will be taken away.
 
-    reason: why. seconds: how long it stays from now on, if that was said. at_begin: it was told how long the
-    machine stays from when the notice was given, but not when that was.
+    reason: why. seconds: how long it stays from now on, if that is known. at_begin: the notice says how long
+    the machine stays from when the notice was given, but not when that was.
     """
 
     reason: str
@@ -107,30 +106,21 @@ CLOUDS: dict[str, Callable[[httpx.Client], Notice | None]] = {"aws": on_aws, "gc
 
 
 def asking(config: PreemptionConfig) -> Ask | None:
-    """What asks for notices; None if only signals tell.
+    """What asks for notices; None if only signals announce the end.
 
     Raises:
-        UsageError: there is no such cloud or function.
+        BadExtension: there is no such cloud or function.
     """
     if config.watch is None:
         return None
+    function: Callable[..., Any] = load(config.watch, CLOUDS, "preemption.watch", "function")
     if config.watch in CLOUDS:
         client = httpx.Client(base_url=config.url or LINK_LOCAL, timeout=ANSWER_SECONDS, trust_env=False)
-        return partial(CLOUDS[config.watch], client)
-    module, colon, name = config.watch.partition(":")
-    flag = f"--preemption.watch {config.watch}"
-    if not colon:
-        raise UsageError(f"{flag}: expected {', '.join(CLOUDS)}, or module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{flag}: {error}") from None
-    if not callable(function):
-        raise UsageError(f"{flag}: {name} is not a function")
-    return partial(_heard, cast("Callable[[], Any]", function), flag)
+        return partial(function, client)
+    return partial(_notice_from, function, f"--preemption.watch {config.watch}")
 
 
-def _heard(function: Callable[[], Any], flag: str) -> Notice | None:
+def _notice_from(function: Callable[..., Any], flag: str) -> Notice | None:
     """The answer of a user's function: nothing, a reason, or a reason and the seconds left."""
     answer = function()
     if answer is None or answer is False:
@@ -142,14 +132,14 @@ def _heard(function: Callable[[], Any], flag: str) -> Notice | None:
 
 
 @contextlib.contextmanager
-def watching(config: PreemptionConfig | None, told: Callable[[Notice], None]) -> Iterator[None]:
-    """While the block lasts, ask for a notice every few seconds, and call `told` with the first one."""
+def watching(config: PreemptionConfig | None, report: Callable[[Notice], None]) -> Iterator[None]:
+    """While the block lasts, ask for a notice every few seconds, and call `report` with the first one."""
     ask = asking(config) if config else None
     if config is None or ask is None:
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(ask, config, told, over), name="preemption", daemon=True)
+    thread = threading.Thread(target=_watch, args=(ask, config, report, over), name="preemption", daemon=True)
     thread.start()
     try:
         yield
@@ -157,7 +147,9 @@ def watching(config: PreemptionConfig | None, told: Callable[[Notice], None]) ->
         over.set()
 
 
-def _watch(ask: Ask, config: PreemptionConfig, told: Callable[[Notice], None], over: threading.Event) -> None:
+def _watch(
+    ask: Ask, config: PreemptionConfig, report: Callable[[Notice], None], over: threading.Event
+) -> None:
     failed = False
     looked_at = time.monotonic()
     while not over.wait(config.interval):
@@ -171,7 +163,7 @@ def _watch(ask: Ask, config: PreemptionConfig, told: Callable[[Notice], None], o
             continue
         failed = False
         if notice is not None:
-            told(Notice(notice.reason, _seconds_left(notice, config.seconds, time.monotonic() - before)))
+            report(Notice(notice.reason, _seconds_left(notice, config.seconds, time.monotonic() - before)))
             return
 
 

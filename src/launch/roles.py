@@ -1,4 +1,9 @@
-"""What each role of a run does in its process (`entry.py`)."""
+"""What each role of a run does, and the program of its process.
+
+`python -m cairn.launch.roles ROLE RUN_DIR LAUNCHER PIPE [standby]`: a role finds everything it needs in the
+run directory, written there by the command that started the run. It exits when the process LAUNCHER dies. If
+it fails, it writes the error's message into PIPE.
+"""
 
 import asyncio
 import importlib
@@ -10,16 +15,20 @@ from functools import partial
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
+from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
-from cairn.launch.plan.gpu_assignment import use_gpus
+from cairn.launch.jobs.background import JOBS
+from cairn.launch.plan.gpu_assignment import gpus_of_server, use_gpus
+from cairn.launch.supervise.slot import send_end, send_error
 from cairn.run import heartbeat, noted_calls
 from cairn.run.directory import RunDirectory
-from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
+from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED, answer
+from cairn.run.files import DamagedFile
 from cairn.run.messages import Attempt
-from cairn.run.output import importing
-from cairn.run.processes import allow_open_files, in_background, stop_on_signals
+from cairn.run.output import importing, log_crashes, start_logging
+from cairn.run.processes import allow_open_files, die_with, in_background, stop_on_signals
 from cairn.run.signals import on_stop_signals
 
 TURN_SECONDS = 0.05
@@ -192,3 +201,42 @@ def servers_turn(run: RunDirectory) -> bool:
     except KeyboardInterrupt:
         return False
     return True
+
+
+def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
+    """Do the work of `role`; returns the exit code."""
+    die_with(int(launcher))
+    start_logging()
+    log_crashes()
+    run = RunDirectory(folder)
+    attempt = run.attempt()
+    if attempt is None:
+        raise DamagedFile(f"{run.roles}: is damaged or missing; start the run again with --ckpt.resume auto")
+    kind = KINDS[attempt.command]
+    config = run.read_config(kind.config)
+    run = config.run_directory()
+    turn = RoleStart(role, run, standby=standby)
+    of = partial(kind.of, config=config)
+    runs: dict[str, Callable[[], int]] = {
+        "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(kind, config)),
+        "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
+        "inference": lambda: run_inference(of("inference"), run),
+    }
+    return runs[role]() if role in runs else JOBS[role].run(config, attempt, run)
+
+
+if __name__ == "__main__":
+    role, folder, launcher, pipe, *standby = sys.argv[1:]
+    os.set_inheritable(int(pipe), False)
+    try:
+        exit_code = answer(
+            lambda: main(role, folder, launcher, standby=bool(standby)),
+            tell=lambda message: send_error(int(pipe), message),
+        )
+    finally:
+        send_end(int(pipe))
+    if role == "trainer":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # skips Ray's shutdown: see `end_ray`
+    sys.exit(exit_code)

@@ -8,8 +8,8 @@ class CairnError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def last_words(self) -> str:
-        """What a role that ends with this error tells its launcher."""
+    def to_launcher(self) -> str:
+        """What a role that ends with this error sends its launcher."""
         return str(self)
 
 

@@ -55,17 +55,17 @@ def answer(
         run: does the work and returns the exit code.
         stopped: exit code for a stop signal that arrives before `run` installs its own handler; the process
             then exits at once, which is safe because nothing has started. None: install no handler.
-        tell: also called with the last words of such an error, by default its message.
+        tell: also called with what such an error sends a launcher, by default its message.
     """
 
     def stop(name: str) -> None:
         say(f"{name}: stopped before anything was started; run the same command again")
         os._exit(stopped or 0)
 
-    def complain(message: str, code: int, last_words: str | None = None) -> int:
+    def complain(message: str, code: int, sent: str | None = None) -> int:
         print(f"error: {printable(message)}", file=sys.stderr)
         if tell:
-            tell(message if last_words is None else last_words)
+            tell(message if sent is None else sent)
         return code
 
     try:
@@ -82,7 +82,7 @@ def answer(
     except KeyboardInterrupt:
         return complain("interrupted", 1)
     except CairnError as error:
-        return complain(str(error), error.exit_code, error.last_words())
+        return complain(str(error), error.exit_code, error.to_launcher())
     except OSError as error:  # such as a full or read-only disk, or a missing folder
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise

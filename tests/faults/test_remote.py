@@ -347,7 +347,7 @@ def test_wrong_prefixes_and_steps_are_refused(store: Store, tmp_path: Path):
         (("--ckpt.remote-keep-last", 2), "needs remote"),
         (("--ckpt.resume", f"{url}/step_7"), "there is no step 7"),
         (("--ckpt.resume", url), "must end with the name of a step"),
-        (("--preemption.watch", "nowhere"), "expected aws, gcp, azure"),
+        (("--preemption.watch", "nowhere"), "not one of aws, gcp, azure, nor module:function"),
     ]:
         finished = store.shell.run(*SFT, *arguments, "--max-steps", 4, "--output-dir", tmp_path / "other")
         assert (finished.code, message in finished.output) == (2, True), finished.output

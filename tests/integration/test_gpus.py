@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import CONFIGS, REPOSITORY, Shell
 
-from cairn.launch.supervise.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
+from cairn.launch.supervise.slot import LOCAL_RAY_SETTINGS, RAY_SETTINGS
 from cairn.run.machine import Gpu, Machine
 
 pytestmark = pytest.mark.timeout(600)
@@ -146,7 +146,7 @@ from pathlib import Path
 import ray
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.gpu_assignment import use_gpus
-from cairn.launch.supervise.rank_process import RankProcess
+from cairn.launch.ray.worker import RankProcess
 from cairn.launch.ray.cluster import ClusterPlacement, start_ray
 from cairn.launch.ray.worker import _index_of
 

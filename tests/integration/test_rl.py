@@ -30,7 +30,7 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.api.checkpoints import load_checkpoint
+from cairn.api.reading import load_checkpoint
 from cairn.inference.client import ServerStatus
 from cairn.policy.generation import SamplingParams
 from cairn.run.batches import batch_path, read_batch

@@ -29,7 +29,7 @@ from runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.api.checkpoints import load_checkpoint
+from cairn.api.reading import load_checkpoint
 from cairn.config.trainer import SFTDataConfig
 from cairn.run.directory import RunDirectory
 from cairn.run.signals import REPEAT_SECONDS

@@ -16,9 +16,9 @@ from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin, restore_roles
-from cairn.launch.plan.adopt_remote import small_files
+from cairn.launch.jobs.upload import small_files
 from cairn.launch.plan.remote_start import with_remote
-from cairn.launch.plan.start import choose_start
+from cairn.launch.start import choose_start
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.run_files import EARLIER, FOLDER, SUMS, RunFiles
 from cairn.remote.uploads import RunUploads, Uploader

@@ -21,10 +21,10 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.formats.transfer.diff import compare
 from cairn.formats.transfer.export_step import left_out_of
-from cairn.launch.plan.memory_check import training_needs
+from cairn.launch.memory import training_needs
 from cairn.launch.plan.other_models import check_models_beside, with_models_beside
 from cairn.launch.plan.recipe import join_recipe
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

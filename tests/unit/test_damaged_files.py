@@ -29,7 +29,7 @@ from cairn.inference.pool.membership import ServerList
 from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay
 from cairn.launch.plan.recipe import plan_recipe
-from cairn.launch.plan.start import choose_start
+from cairn.launch.start import choose_start
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch

@@ -24,15 +24,8 @@ from cairn.checkpoint.saving.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch import commands, main
-from cairn.launch.plan import memory_check, steps
-from cairn.launch.plan.memory_check import (
-    refuse_rank_that_does_not_fit,
-    refuse_what_can_not_be_served,
-    refuse_what_does_not_fit,
-    training_needs,
-)
-from cairn.launch.plan.memory_estimate import (
+from cairn.launch import commands, main, memory
+from cairn.launch.memory import (
     GIB,
     MemoryPart,
     Need,
@@ -42,9 +35,14 @@ from cairn.launch.plan.memory_estimate import (
     check_training,
     host_need,
     rank_need,
+    refuse_rank_that_does_not_fit,
+    refuse_what_can_not_be_served,
+    refuse_what_does_not_fit,
     server_need,
+    training_needs,
     with_cache,
 )
+from cairn.launch.plan import steps
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 from cairn.trainer.models.footprint import Footprint, Growth, footprint_of
@@ -328,7 +326,7 @@ def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
         refuse_what_does_not_fit(path, config, tight, "--")
     with monkeypatch.context() as patch:
-        patch.setattr(memory_check, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
+        patch.setattr(memory, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
         refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
 
 

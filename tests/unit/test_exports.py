@@ -36,7 +36,7 @@ from cairn.formats.transfer.export_folder import (
 from cairn.launch import main
 from cairn.launch.jobs import export
 from cairn.launch.jobs.export import Exporter, exports_in_words, refuse_conflicts, with_exports
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.output import no_progress

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.launch.failed import failures_of, refuse_too_many, tell
+from cairn.launch.exit_report import failures_of, refuse_too_many, tell
 from cairn.orchestrator.environments.protocol import UNSCORED
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.directory import RunDirectory

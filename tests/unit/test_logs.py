@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.launch import logs
-from cairn.launch.logs import BoundedLogs
+from cairn.launch import supervisor as logs
+from cairn.launch.supervisor import BoundedLogs
 from cairn.run.processes import log_end
 
 

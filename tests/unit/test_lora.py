@@ -32,7 +32,7 @@ from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.inference.plugin.adapters import AdapterCopies
 from cairn.inference.plugin.policy_source import Merging
 from cairn.launch.plan.recipe import check_adapter
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.model.hub_layout import hub_layout
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError

@@ -23,7 +23,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
 from cairn.launch.plan import remote_start as launch_remote
 from cairn.launch.plan.remote_start import replaced, with_remote
-from cairn.launch.plan.start import Start, StartDamaged, choose_start
+from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.client.upload_journal import Sent
 from cairn.remote.prefix_lease import Taken

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.launch.supervise.seat import MOST_EXCUSED, RestartRule
+from cairn.launch.supervise.slot import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import STACKS

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import ABOUT, flip
 
-from cairn.api.checkpoints import load_checkpoint
+from cairn.api.reading import load_checkpoint
 from cairn.checkpoint.fork import fork
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, load_manifest
 from cairn.checkpoint.saving.arena import LEAST_BYTES, SaveFailed

@@ -24,10 +24,8 @@ from cairn.launch.plan.gpu_assignment import (
     torch_without_cuda,
     use_gpus,
 )
-from cairn.launch.ray.worker import RayProcess
-from cairn.launch.supervise.rank import RankPlace
-from cairn.launch.supervise.rank_process import RankProcess
-from cairn.launch.supervise.ranks import Ranks
+from cairn.launch.ray.worker import RankProcess, RayProcess
+from cairn.launch.supervise.ranks import Ranks, RankSlot
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.machine import Gpu, Machine, visible
@@ -376,7 +374,7 @@ def test_a_cluster_must_not_give_away_the_servers_gpus(tmp_path: Path):
     ranks = Ranks(settled.trainer, RunDirectory(tmp_path), taken)
 
     def check(gpu: str, host: str) -> None:
-        place = RankPlace(0, ranks.run)
+        place = RankSlot(0, ranks.run)
         about = RayProcess(1, "node", host, gpu)
         place.fill(cast(RankProcess, SimpleNamespace(about=about, wait_started=lambda _: about)), "")
         place.wait_started(1)

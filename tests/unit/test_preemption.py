@@ -19,7 +19,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.shared import PreemptionConfig
 from cairn.launch.preemption import Notice, asking, watching
-from cairn.launch.supervise.supervisor import out_of_time
+from cairn.launch.supervisor import out_of_time
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.uploads import RunUploads, Uploader
 from cairn.run.directory import RunDirectory
@@ -200,10 +200,10 @@ def test_a_function_of_the_users(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize(
     ("watch", "message"),
     [
-        ("hetzner", "expected aws, gcp, azure, or module:function"),
+        ("hetzner", "not one of aws, gcp, azure, nor module:function"),
         ("nowhere:ask", "No module named 'nowhere'"),
         (f"{__name__}:nothing", "has no attribute 'nothing'"),
-        (f"{__name__}:GCP", "is not a function"),
+        (f"{__name__}:GCP", "is no function"),
     ],
 )
 def test_watchers_that_there_are_not(watch: str, message: str):

@@ -173,7 +173,7 @@ class Job:
     give_up = lambda self, reason: None
     is_behind = lambda self: self.late
 
-class Work(background_place.BackgroundPlace):
+class Work(background_place.JobSlot):
     first_missing = lambda self: 0
     conclude = lambda self, code: None
 
@@ -189,11 +189,11 @@ def look_until(condition):
         assert time.monotonic() < end, seen
         place.look_after(1, stopping=False)
         time.sleep(0.05)
-    seen.append([place._occupant.pid == first, *max(priority_of(place._occupant.pid))])
+    seen.append([place._process.pid == first, *max(priority_of(place._process.pid))])
 
 try:
-    first = place._occupant.pid
-    share = lambda: max(priority_of(place._occupant.pid))[2]
+    first = place._process.pid
+    share = lambda: max(priority_of(place._process.pid))[2]
     low = lambda: place._low
     look_until(low)
     place.job.late = True
@@ -201,7 +201,7 @@ try:
     place.job.late = False
     look_until(low)
     place.await_it()
-    look_until(lambda: place._occupant.pid != first)
+    look_until(lambda: place._process.pid != first)
     print(json.dumps(dict(seen=seen, restarts=len(list(run.history.rows())))))
 finally:
     place.stop()

@@ -31,7 +31,7 @@ from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import begin
 from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.plan.settings import with_steps
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.orchestrator import environment_identity as identity
 from cairn.orchestrator.environment_identity import changes_since, orchestrator_recipe, same_environment
 from cairn.orchestrator.environments import ReverseText

@@ -28,7 +28,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin, claim
 from cairn.launch.plan.remote_start import with_remote
-from cairn.launch.plan.start import Start, choose_start
+from cairn.launch.start import Start, choose_start
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client import objects
 from cairn.remote.client.objects import Listed

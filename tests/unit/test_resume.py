@@ -23,8 +23,8 @@ from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import newest_start
-from cairn.launch.plan.start import Start, StartDamaged, choose_start
-from cairn.launch.supervise.role_process import LONGEST_MESSAGE, tell_launcher
+from cairn.launch.start import Start, StartDamaged, choose_start
+from cairn.launch.supervise.slot import LONGEST_MESSAGE, send_error
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_DAMAGED, answer
 from cairn.run.messages import Attempt
@@ -243,11 +243,11 @@ def test_the_driver_tells_the_launcher_what_is_damaged(capfd: pytest.CaptureFixt
     def load() -> int:
         raise StartDamaged(Path("/a\nb/step_8"), "model: changed\nhere")
 
-    assert answer(load, tell=lambda words: tell_launcher(writing, words)) == EXIT_DAMAGED
+    assert answer(load, tell=lambda words: send_error(writing, words)) == EXIT_DAMAGED
     assert capfd.readouterr().err == "error: model: changed\nhere\n"
-    found = StartDamaged.heard(os.read(reading, LONGEST_MESSAGE).decode())
+    found = StartDamaged.parse(os.read(reading, LONGEST_MESSAGE).decode())
     assert (found.folder, str(found)) == (Path("/a\nb/step_8"), "model: changed\nhere")
-    assert StartDamaged.heard("") is None, "nothing was said"
+    assert StartDamaged.parse("") is None, "nothing was said"
     os.close(reading), os.close(writing)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cairn.config.trainer import SFTConfig
-from cairn.launch.ray import cluster, room
+from cairn.launch.ray import cluster
 from cairn.run.exits import RoleFailed
 from cairn.run.machine import Gpu, Machine
 
@@ -19,9 +19,9 @@ class Growing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: dict[str, float]):
         self.told: list[str] = []
         self._looks = list(looks)
-        monkeypatch.setattr(room, "POLL_SECONDS", 0)
-        monkeypatch.setattr(room, "resources", self._look)
-        monkeypatch.setattr(room, "this_machine", lambda: Machine(()))
+        monkeypatch.setattr(cluster, "POLL_SECONDS", 0)
+        monkeypatch.setattr(cluster, "resources", self._look)
+        monkeypatch.setattr(cluster, "this_machine", lambda: Machine(()))
 
     def _look(self) -> dict[str, float]:
         return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
@@ -29,7 +29,7 @@ class Growing:
     def wait(self, seconds: float, on_gpus: bool | None = None, workers: int | None = 16) -> int:
         ray = {"address": "head:6379", "start_timeout": seconds}
         config = SFTConfig.model_validate({"workers": workers, "ray": ray})
-        return room.wait_for_room(config, self.told.append, on_gpus=on_gpus)
+        return cluster.wait_for_room(config, self.told.append, on_gpus=on_gpus)
 
 
 @pytest.mark.parametrize("on_gpus", [None, True])
@@ -69,7 +69,7 @@ def test_settings_for_gpus_are_never_used_on_cpus(monkeypatch: pytest.MonkeyPatc
 def test_a_cluster_without_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     """Its node may have been started without them, or has still to start."""
     growing = Growing(monkeypatch, CPUS, BOTH_PODS)
-    monkeypatch.setattr(room, "this_machine", lambda: Machine((Gpu(0, "GPU-0", "one", 1),)))
+    monkeypatch.setattr(cluster, "this_machine", lambda: Machine((Gpu(0, "GPU-0", "one", 1),)))
     assert growing.wait(SOON) == 1
     assert "though this machine has GPUs" in growing.told[0]
     growing._looks[:] = [CPUS]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from cairn.launch.supervise.supervisor import check_in_place
+from cairn.launch.supervisor import check_in_place
 from cairn.run import directory, files
 from cairn.run.batches import (
     COLUMNS,

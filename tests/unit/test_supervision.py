@@ -15,9 +15,8 @@ from runs import DEADLINE, environment_of
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch.exit_report import conclude_early
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import RestartRule
-from cairn.launch.supervise.supervisor import hopeless
+from cairn.launch.supervise.slot import RestartRule, RoleProcess
+from cairn.launch.supervisor import hopeless
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, RoleFailed
 from cairn.run.files import read_note, write_json

@@ -15,9 +15,9 @@ from cairn.config.rl import RLConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.config.trainer import TrainerConfig
 from cairn.launch import main
-from cairn.launch.plan.memory_check import frozen_folders, training_needs
+from cairn.launch.memory import frozen_folders, training_needs
 from cairn.launch.plan.other_models import MODELS, Teachers, check_vocabulary
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 from cairn.trainer.losses import make_loss

@@ -19,7 +19,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.recipe import plan_recipe
 from cairn.launch.plan.settings import with_ratings
-from cairn.launch.plan.start import Start, ended_early, is_complete
+from cairn.launch.start import Start, ended_early, is_complete
 from cairn.run.data_sets import BadRecord, every, examine, load_records
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

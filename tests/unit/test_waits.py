@@ -26,7 +26,7 @@ WITHOUT = {
     "run/diagnosis/rules.py: servers and trainer wait for rewards": "what a step's time goes to",
     "launch/plan/external_servers.py: waiting for the inference server, at most {} s": "a line before it",
     "run/file_system.py: warning: in RL each answer is a transaction": "what a disk costs",
-    "launch/ray/room.py: {}: waiting for nodes, for up to {} s (ray.start_timeout)": "a line before the wait",
+    "launch/ray/cluster.py: {}: waiting for nodes, for up to {} s (ray.start_timeout)": "a line before it",
 }
 """Messages that need not name a setting, and why."""
 OF_ARGUMENTS = {"wait", "start_timeout", "message_timeout", "connect_timeout"}

@@ -134,7 +134,7 @@ def walk(module: str, name: str, *tracked: str) -> Walk:
 
 def test_settings_travel_a_short_way_from_main_to_a_started_role():
     found = walk("cairn.launch.main", "_start", "command", "config")
-    assert "cairn.launch.supervise.supervisor" in found.stays, "the walk arrives"
+    assert "cairn.launch.supervisor" in found.stays, "the walk arrives"
     assert "cairn.launch.plan.run_plan" in found.stays
     rooms, climbs, returns = found.counts
     assert rooms <= ROOMS, found.stays

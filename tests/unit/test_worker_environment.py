@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cairn.config.trainer import RayConfig, SFTConfig
-from cairn.launch.ray.worker_environment import NAMES, NODES_OWN, PREFIXES, adopt, environment_for_workers
+from cairn.launch.ray.environment import NAMES, NODES_OWN, PREFIXES, adopt, environment_for_workers
 
 HANDED_OVER = {
     "HF_TOKEN": "secret",

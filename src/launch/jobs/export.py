@@ -12,8 +12,8 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.formats import EXPORTERS
 from cairn.formats.transfer.export_folder import RunExports, refuse_options, run_exports
-from cairn.launch.jobs.job import BackgroundPlace
-from cairn.launch.plan.start import Start
+from cairn.launch.jobs.job import JobSlot
+from cairn.launch.start import Start
 from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import CairnError, UsageError
@@ -162,7 +162,7 @@ class Exporter:
     """Exports a run's steps, one at a time.
 
     Args:
-        missed: is told the step and the reason whenever an export fails.
+        missed: called with the step and the reason whenever an export fails.
     """
 
     def __init__(
@@ -252,19 +252,23 @@ def _verifies(config: RunConfig) -> bool:
     return bool(config.ckpt and config.ckpt.export and config.ckpt.export.verify)
 
 
-class ExporterPlace(BackgroundPlace):
+class ExporterSlot(JobSlot):
     """Keeps a process at work that exports steps (`run_exporter`)."""
 
     def __init__(self, run: RunDirectory, config: RunConfig, made: RunExports):
         super().__init__("exporter", run, config, made)
         self.made = made
 
+    @classmethod
+    def of(cls, run: RunDirectory, config: RunConfig, attempt: Attempt) -> "ExporterSlot | None":
+        """The slot, if the run makes exports."""
+        made = exports_of(config, attempt.id)
+        return None if made is None else cls(run, config, made)
+
     def first_missing(self) -> int:
-        """The step that the history names if nothing more is exported."""
         return min(self.made.missing(), default=self.made.last)
 
     def conclude(self, code: int) -> int:
-        """Say what is exported, what is not, and what never will be."""
         exports = self.made.exports
         if gone := self._gone():
             print(

@@ -1,6 +1,6 @@
-"""Places for work beside the run, such as exports and uploads: unlike a role's, their death ends no run.
+"""The slot of a background job, such as exports or uploads: unlike a role's, its death ends no run.
 
-As long as nobody waits for it, this work leaves processors and disks to training.
+As long as nobody waits for it, the job leaves processors and disks to training.
 """
 
 import contextlib
@@ -11,8 +11,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import RestartRule, Seat
+from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
@@ -22,8 +21,8 @@ PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""
 
 
-class BackgroundPlace(Seat):
-    """Keeps a process at work beside the run, until the run ends.
+class JobSlot(Slot):
+    """Keeps a process at a background job until the run ends.
 
     A process that dies or hangs is replaced. After too many deaths without progress nothing more is done,
     which is said at once and at the end of the run.
@@ -78,20 +77,20 @@ class BackgroundPlace(Seat):
             if time.monotonic() >= self._restart_at:
                 self._fill()
             return
-        code = self._occupant.exit_code
+        code = self._process.exit_code
         if code is None:
             if (hang := self.hang()) is None:
                 return
             how = f"hung ({hang})"
             self._awaited = True
         elif code == 0:
-            self.run.set_role(self.name, "done", self._occupant.pid)
+            self.run.set_role(self.name, "done", self._process.pid)
             self.ended = True
             return
         else:
             how = f"died (exit code {code})"
-        self._occupant.kill()
-        self.run.set_role(self.name, "failed", self._occupant.pid)
+        self._process.kill()
+        self.run.set_role(self.name, "failed", self._process.pid)
         wait = self._rule.wait_after_death(self.job.newest_done())
         if wait is None:
             self.ended = True
@@ -104,19 +103,19 @@ class BackgroundPlace(Seat):
 
     def stop(self) -> None:
         """Kill the process; what it was doing is begun again, or gone on with, by the next attempt."""
-        if self._occupant.exit_code is None:
-            self._occupant.kill()
-            self.run.set_role(self.name, "stopped", self._occupant.pid)
+        if self._process.exit_code is None:
+            self._process.kill()
+            self.run.set_role(self.name, "stopped", self._process.pid)
 
     def _fill(self) -> None:
         self._restart_at = None
-        self._occupant = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
+        self._process = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
         self._low = False
         """Whether it is in the background."""
         self._use: ProcessorUse | None = None
         """What it has had since it was brought forward, if its niceness stayed that of the background."""
         allowed = self.config.hang_timeout  # it runs when nobody else does, so it may fall silent
-        self.watch_over(self._occupant.pid, silence=allowed, standstill=allowed)
+        self.watch_over(self._process.pid, silence=allowed, standstill=allowed)
 
     def await_it(self) -> None:
         """From now on somebody waits for the work, so that it has normal priority."""
@@ -133,9 +132,9 @@ class BackgroundPlace(Seat):
         if time.monotonic() < self._look_at_priority and not at_once:
             return
         self._look_at_priority = time.monotonic() + PRIORITY_SECONDS
-        if self._restart_at is not None or self._occupant.exit_code is not None:
+        if self._restart_at is not None or self._process.exit_code is not None:
             return
-        pid, normal = self._occupant.pid, self._awaited or self._is_behind()
+        pid, normal = self._process.pid, self._awaited or self._is_behind()
         if self._low and normal:
             self._use = None if bring_forward(pid) else ProcessorUse(pid)
             self._low = False
@@ -143,7 +142,7 @@ class BackgroundPlace(Seat):
             put_in_background(pid)
             self._low = True
         elif self._awaited and self._use and self._use.starves():
-            self._occupant.kill()
+            self._process.kill()
             self._fill()
 
     def _is_behind(self) -> bool:
@@ -153,4 +152,4 @@ class BackgroundPlace(Seat):
 
     def _has_started(self) -> bool:
         beat = read_note(self.run.heartbeat(self.name), Beat)
-        return beat is not None and beat.pid == self._occupant.pid and beat.marks > 0
+        return beat is not None and beat.pid == self._process.pid and beat.marks > 0

@@ -5,13 +5,14 @@ import logging
 import os
 import secrets
 import time
+from pathlib import Path
 
+from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
-from cairn.launch.jobs.job import BackgroundPlace
-from cairn.launch.plan.adopt_remote import small_files
+from cairn.launch.jobs.job import JobSlot
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client.objects import RETRY_SECONDS
 from cairn.remote.prefix_lease import Taken
@@ -41,6 +42,15 @@ def uploads_of(config: RunConfig) -> RunUploads | None:
         return None
     run = config.run_directory()
     return RunUploads(CheckpointStore(run.checkpoints), ckpt, config.max_steps, run.has_stopped)
+
+
+def small_files(run: RunDirectory) -> list[Path]:
+    """What a machine with an empty disk needs of a run in addition to its steps, and uploads therefore have.
+
+    Ratings are written from evals.jsonl, so that without it those of earlier steps would be lost.
+    """
+    logs = [run.metrics.path, run.history.path, run.evals.path]
+    return [*logs, run.checkpoints / PINS, run.checkpoints / eval_metrics.RATINGS]
 
 
 def finish_uploads(config: RunConfig, run_id: str) -> None:
@@ -199,15 +209,20 @@ class _Loop:
         self.run_directory.history.not_uploaded(self.uploads.store.latest() or 0, reason)
 
 
-class UploaderPlace(BackgroundPlace):
+class UploaderSlot(JobSlot):
     """Keeps a process at work that uploads steps (`run_uploader`)."""
 
     def __init__(self, run: RunDirectory, config: RunConfig, uploads: RunUploads):
         super().__init__("uploader", run, config, uploads)
         self.uploads = uploads
 
+    @classmethod
+    def of(cls, run: RunDirectory, config: RunConfig, _attempt: Attempt) -> "UploaderSlot | None":
+        """The slot, if the run has a remote store."""
+        uploads = uploads_of(config)
+        return None if uploads is None else cls(run, config, uploads)
+
     def first_missing(self) -> int:
-        """The step that the history names if nothing more is uploaded."""
         return self.store.latest() or 0
 
     def still_wanted(self) -> bool:
@@ -216,7 +231,6 @@ class UploaderPlace(BackgroundPlace):
         return newest in self.uploads.waiting()
 
     def conclude(self, code: int) -> int:
-        """Say what is uploaded and what is not."""
         remote, missing, noted = self.uploads.ckpt.remote, self.uploads.missing(), self.uploads.read()
         newest = max(noted.steps, default=None)
         there = f"{remote} has step {newest}" if newest else f"{remote} has no step"

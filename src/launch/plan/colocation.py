@@ -11,8 +11,7 @@ from typing import Self
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.plan.memory_check import Uncountable, serving_needs, training_needs
-from cairn.launch.plan.memory_estimate import CONTEXT, GIB, Need, gib
+from cairn.launch.memory import CONTEXT, GIB, Need, Uncountable, gib, serving_needs, training_needs
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 

@@ -17,7 +17,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.plan.model import described, is_step, resolve_model, vocabulary_size
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.errors import UsageError
 from cairn.run.recipe import TOKENIZER_FILES, tokenizer_of

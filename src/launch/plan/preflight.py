@@ -180,7 +180,7 @@ CHECKS = (
     Check("data", ON_RECORDS, _data),
     Check("prompts", ON_PROMPTS, _prompts),
 )
-"""In this order; all look, also if one has refused the run, so that all that is wrong is told at once."""
+"""In this order; all look, also if one has refused the run, so that all that is wrong is reported at once."""
 
 
 def look_at_records(trainer: TrainerBase) -> dict[str, Any]:
@@ -272,10 +272,10 @@ def look(subject: Subject) -> Found:
 
 @contextlib.contextmanager
 def _without_torch() -> Generator[None]:
-    """Whoever asks for torch here is told that it is not installed.
+    """An import of torch fails here, as if it were not installed.
 
-    transformers asks when it is imported, and then has tokenizers alone; that takes a second in place of
-    five.
+    transformers tries that when it is imported, and then has tokenizers alone; that takes one second instead
+    of five.
     """
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] # this makes an import fail
     try:

@@ -16,7 +16,7 @@ from cairn.launch.plan.model import foreign_format
 from cairn.launch.plan.other_models import check_models_beside
 from cairn.launch.plan.preflight import look_at_records
 from cairn.launch.plan.run_plan import Draft
-from cairn.launch.plan.start import Start
+from cairn.launch.start import Start
 from cairn.model.adapters import base_of_adapter, held_base
 from cairn.model.described import QUANTIZATION, about_model
 from cairn.orchestrator.environment_identity import changes_since, unknown_since
@@ -202,7 +202,7 @@ def join_recipe(
     """Add the part of an orchestrator that was started separately to the recipe of the run that it joins.
 
     Args:
-        accepted: the changes that the user accepts, as either role was told.
+        accepted: the changes that the user accepts, as either role's settings name them.
 
     Raises:
         UsageError: it differs from the checkpoint's in a way that would break a promise, and the user has not

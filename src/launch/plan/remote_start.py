@@ -6,27 +6,31 @@ downloaded into the local store first. A machine with an empty disk goes on in t
 """
 
 import contextlib
+import json
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, split_step
 from cairn.checkpoint.step_index import step_of
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.attempt import newest_attempt
-from cairn.launch.plan.adopt_remote import bring_rows, catch_up
-from cairn.launch.plan.start import verified_before_loading
+from cairn.launch.jobs.upload import small_files
+from cairn.launch.start import newest_attempt, verified_before_loading
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client.probing import probe
 from cairn.remote.header_download import bring_beginnings
+from cairn.remote.run_files import Copies, RunFiles
 from cairn.remote.uploads import note_origin
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import JOURNALS, RunDirectory, lock
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders
+from cairn.run.files import make_folders, parse_json, write_atomic, write_json
+from cairn.run.jsonlines import JsonLines, Row
 from cairn.run.messages import Attempt
+from cairn.run.metrics import ranges_of
 from cairn.run.object_store import NoCredentials, TransientError, is_url
 from cairn.run.output import progress_bars
 
@@ -307,3 +311,131 @@ def _looking_for(flag: str, url: str) -> Iterator[None]:
         raise RemoteError(f"{flag} {url}: {error}; if this passes, run the same command again") from None
     except (CheckpointError, RemoteError) as error:
         raise UsageError(f"{flag} {url}: {error}") from None
+
+
+Line = tuple[bytes, Row]
+"""A line, and the object in it."""
+
+
+def bring_rows(run: RunDirectory, store: CheckpointStore, objects: Objects) -> None:
+    """Add what the object store has of the run's small files, and this disk has not; it is said what.
+
+    A line that both have stays as it is here. If rows or events were missing, the disk is that of an earlier
+    time, and pins are united: they say what a person wants. Copies in the object store that are torn are
+    said, and whole lines are taken from them, too.
+    """
+    run.mend()
+    files, lacked = RunFiles(objects), list[str]()
+    logs: list[tuple[JsonLines, Callable[[Line], Hashable], Callable[[Line], float]]] = [
+        (run.metrics, lambda line: line[1]["step"], lambda line: line[1]["step"]),
+        (run.history, lambda line: line[0], lambda line: float(line[1].get("time", 0))),
+        (run.evals, _evaluation, lambda line: line[1]["step"]),
+    ]
+    was_there = any(log.path.exists() for log, _, _ in logs)
+    for log, key, order in logs:
+        if log.path.exists() and files.is_in(log.path.name, log.path.read_bytes()):
+            continue
+        log.drop()  # damaged lines go aside
+        added = _unite_lines(log, _copies(files, log.path.name), key, order)
+        if added and was_there:
+            lacked.append(f"{log.path.name} {_in_words(added)}")
+    for name in (PINS, eval_metrics.RATINGS):
+        path = store.root / name
+        found = _copies(files, name).all if lacked or not path.exists() else []
+        if found and not path.exists():
+            make_folders(path.parent)
+            write_atomic(path, found[0], durable=True)
+        elif found and name == PINS:
+            _unite_pins(store, found[0])
+        elif lacked and path.exists():
+            eval_metrics.note(store.root, eval_metrics.ratings_of(run.evals.rows()))
+    if lacked:
+        print(f"this disk lacked what {objects.url}/run has: {'; '.join(lacked)} were taken over", flush=True)
+
+
+def _copies(files: RunFiles, name: str) -> Copies:
+    found = files.copies(name)
+    for problem in found.problems:
+        print(f"{problem}; what can be read of it is used beside the copy before it", flush=True)
+    return found
+
+
+def _unite_lines(
+    log: JsonLines, copies: Copies, key: Callable[[Line], Hashable], order: Callable[[Line], float]
+) -> list[Row]:
+    """Add the lines that only the copies have, in their order; returns what they hold.
+
+    Lines that are here stay in their order, so that only what is added is moved to its place.
+    """
+    lines = log.lines()
+    known = {key(line) for line in lines}
+    added: list[Line] = []
+    for content in copies.all:
+        for line in log.lines(content):
+            if key(line) not in known:
+                known.add(key(line))
+                added.append(line)
+    if added:
+        make_folders(log.path.parent)
+        whole = sorted([*lines, *added], key=order)
+        write_atomic(log.path, b"".join(line + b"\n" for line, _ in whole), durable=True)
+    return [row for _, row in added]
+
+
+def _evaluation(line: Line) -> Hashable:
+    """What identifies a line of evals.jsonl: which policy was evaluated, and by what."""
+    return json.dumps([line[1].get(name) for name in ("run_id", "branch", "name", "step")])
+
+
+def _in_words(added: Sequence[Row]) -> str:
+    """Lines that were missing, for people."""
+    if any("step" not in row or "event" in row for row in added):
+        return f"{len(added)} events"
+    return f"of steps {ranges_of(row['step'] for row in added)}"
+
+
+def catch_up(run: RunDirectory, store: CheckpointStore, objects: Objects, attempt: int) -> None:
+    """Replace what this disk has of the run by what belongs to a remote step, and keep it aside.
+
+    That is for a disk whose newest attempt, `attempt`, was overtaken by one that has gone on elsewhere:
+    batches and the ledger are of steps that have been made again, so they go. Pins are united. A file that
+    the object store lacks stays.
+    """
+    aside = store.abandoned / f"overtaken_attempt_{attempt}_{secrets.token_hex(4)}"
+    moved: list[str] = []
+
+    def move(path: Path) -> None:
+        if path.exists():
+            make_folders(aside)
+            path.rename(aside / path.name)
+            moved.append(path.name)
+
+    files = RunFiles(objects)
+    for path in small_files(run):
+        found = files.copies(path.name)
+        if not found.all:
+            continue
+        if path.name == PINS:
+            _unite_pins(store, found.all[0])
+            continue
+        move(path)  # whoever is killed here gets it at the next start, since it is missing
+        make_folders(path.parent)
+        write_atomic(path, found.all[0], durable=True)
+    for path in (run.batches, *(Path(f"{run.ledger}{end}") for end in ("", *JOURNALS))):
+        move(path)
+    if moved:
+        print(
+            f"the run has gone on elsewhere since attempt {attempt} here: {', '.join(moved)} of that attempt "
+            f"are now in {aside}",
+            flush=True,
+        )
+
+
+def _unite_pins(store: CheckpointStore, there: bytes) -> None:
+    """Add pins that were uploaded to those here; ones that can't be read are left to whoever needs them."""
+    with contextlib.suppress(CheckpointError, ValueError):
+        here = store.pins()
+        wanted = here | set(parse_json(there, list[int]))
+        if wanted != here:
+            make_folders(store.root)
+            write_json(store.root / PINS, sorted(wanted), durable=True)

@@ -20,7 +20,7 @@ from cairn.inference.vllm_command import Build
 from cairn.launch.plan.environments import Checked
 from cairn.launch.plan.gpu_assignment import Placing
 from cairn.launch.plan.settings import Choice
-from cairn.launch.plan.start import Start, StartDamaged
+from cairn.launch.start import Start, StartDamaged
 from cairn.run.errors import CairnError
 from cairn.run.machine import Machine
 from cairn.run.messages import Attempt

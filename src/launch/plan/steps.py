@@ -14,6 +14,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
+from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.environments import check_orchestrator, facts_of
@@ -25,7 +26,6 @@ from cairn.launch.plan.external_servers import (
     with_servers,
 )
 from cairn.launch.plan.gpu_assignment import check_torch, placed, placed_server, torch_without_cuda
-from cairn.launch.plan.memory_check import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan.model import model_to_serve, resolve_model
 from cairn.launch.plan.other_models import Teachers, with_models_beside
 from cairn.launch.plan.preflight import preflight
@@ -33,9 +33,9 @@ from cairn.launch.plan.recipe import finish_recipe, join, plan_recipe, trainers_
 from cairn.launch.plan.remote_start import is_remote, with_remote
 from cairn.launch.plan.run_plan import Draft, PlanStep, untouched
 from cairn.launch.plan.settings import settle, with_ratings, with_steps
-from cairn.launch.plan.start import choose_start, ended_early, is_complete
 from cairn.launch.preemption import asking
 from cairn.launch.ray.gpus import cluster_of
+from cairn.launch.start import choose_start, ended_early, is_complete
 from cairn.run.errors import UsageError
 from cairn.run.file_system import BUCKETS, file_system_of, remarks
 from cairn.run.machine import machine_of, this_machine

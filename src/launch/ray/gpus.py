@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cairn.config.trainer import SFTConfig, TrainerBase
-from cairn.launch.supervise.role_process import RAY_SETTINGS
+from cairn.launch.ray.environment import RAY_SETTINGS
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import RoleFailed
 from cairn.run.machine import Gpu, Machine
@@ -76,8 +76,7 @@ def _lines_of(command: list[str], seconds: float) -> Iterator[str]:
 
 
 def _ask(config: TrainerBase, *, waits: bool) -> dict[str, Any]:
-    from cairn.launch.ray.cluster import end_ray, start_ray
-    from cairn.launch.ray.room import resources, wait_for_room
+    from cairn.launch.ray.cluster import end_ray, resources, start_ray, wait_for_room
 
     def tell(missing: str) -> None:
         print(json.dumps({"waiting": missing}), flush=True)

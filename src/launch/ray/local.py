@@ -24,7 +24,7 @@ from ray._common.usage.usage_lib import put_cluster_metadata
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
-from cairn.launch.ray.folder import make_private_folder
+from cairn.launch.ray.environment import make_private_folder
 from cairn.run.processes import die_with
 from cairn.run.waiting import Patience
 
@@ -36,7 +36,7 @@ POLL_SECONDS = 0.01
 NO_PORT = 1
 """Port of an agent that does not listen. At 0, the raylet would wait for the agent to report its port."""
 SETTINGS = {"RAY_enable_metrics_collection": "0"}
-"""Environment variables for Ray's processes, in addition to `role_process.RAY_SETTINGS`."""
+"""Environment variables for Ray's processes, in addition to `environment.RAY_SETTINGS`."""
 
 
 class StartFailed(Exception):

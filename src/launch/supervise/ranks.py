@@ -1,9 +1,10 @@
 """Keeps the trainer's ranks going: a dead rank is replaced while the driver and the other ranks stay.
 
-The surviving ranks leave the process group, a spare or a new worker takes the dead rank's place, and all
+The surviving ranks leave the process group, a spare or a new worker takes the dead rank's slot, and all
 ranks form a new group, load the newest good checkpoint and continue from there.
 """
 
+import contextlib
 import logging
 import socket
 import time
@@ -18,11 +19,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
-from cairn.launch.plan.start import StartDamaged
 from cairn.launch.ray.cluster import ClusterPlacement, cluster_ranks, end_ray, start_ray
-from cairn.launch.supervise.rank import RankPlace
-from cairn.launch.supervise.rank_process import RankProcess
-from cairn.launch.supervise.seat import RestartRule
+from cairn.launch.ray.worker import Assignment, RankProcess, RayProcess
+from cairn.launch.start import StartDamaged
+from cairn.launch.supervise.slot import RestartRule, Slot
 from cairn.launch.supervise.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory
@@ -32,6 +32,82 @@ from cairn.run.messages import Attempt, Outcome
 from cairn.run.metrics import MetricsLog
 from cairn.run.processes import log_end
 from cairn.run.waiting import Patience
+
+
+class RankSlot(Slot):
+    """One rank of the trainer. Its node and GPU belong to the slot: they stay the same after a restart."""
+
+    def __init__(self, number: int, run: RunDirectory):
+        log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
+        super().__init__(f"trainer_rank{number}", log, run)
+        self.number = number
+        self.node: str | None = None
+        self.gpu: str | None = None
+        self.how = ""
+        """How the newest worker got the slot, for history.jsonl; empty once that is recorded."""
+        self.hung: str | None = None
+        """Why the worker counted as hung, if it was killed for that."""
+        self._worker: RankProcess | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no worker: between a death and the next start."""
+        return self._worker is None
+
+    @property
+    def worker(self) -> RankProcess:
+        """The worker that has the rank; call it only if there is one."""
+        assert self._worker is not None
+        return self._worker
+
+    def fill(self, worker: RankProcess, how: str) -> None:
+        """Give the slot to a worker."""
+        self._worker, self.how = worker, how
+
+    def wait_started(self, seconds: float) -> None:
+        """If the worker is a new process, wait until it has started."""
+        about = self.worker.wait_started(seconds)
+        self.node = about.node
+        self.gpu = about.gpu or self.gpu
+
+    def train(
+        self, meeting_place: tuple[str, int], config: TrainerBase, attempt: Attempt
+    ) -> "ray.ObjectRef[Any]":
+        """Have the worker train, and watch its heartbeat; the future returns its `Outcome`."""
+        self.hung = None
+        silence, standstill = config.heartbeat_timeout, config.hang_timeout
+        self.watch_over(self._about.pid, silence=silence, standstill=standstill)
+        address, port = meeting_place
+        log = str(self.log)
+        rank = Assignment(self.number, config.ranks, address, port, gpu=self.gpu, name=self.name, log=log)
+        return self.worker.train(rank, config, attempt)
+
+    def look_after(self) -> None:
+        """Kill the worker if it hangs; Ray reports its death soon after."""
+        if self.hung is None and (problem := self.hang()):
+            self.hung = problem
+            self.worker.kill()
+
+    def vacate(self) -> None:
+        """Make sure that the worker is dead, and empty the slot."""
+        if self._worker is None:
+            return
+        with contextlib.suppress(RayError):
+            self._worker.kill()
+        if self._worker.about:
+            self.note_state("failed")
+        self._worker = None
+
+    def note_state(self, state: str) -> None:
+        """Record the worker's state in roles.json; it must have started."""
+        self.run.set_role(self.name, state, self._about.pid, self._about.host)
+
+    @property
+    def _about(self) -> RayProcess:
+        about = self.worker.about
+        assert about is not None
+        return about
+
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +164,20 @@ class Ranks:
         self.standbys = Spares(config, run, "trainer_standby")
         """Spares started ahead of the ranks, by a driver that is itself a standby."""
         self._taken = taken
-        self._ranks: list[RankPlace] = []
+        self._ranks: list[RankSlot] = []
         self._reserved: ClusterPlacement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)
         self._step = -1
         self._vacated: dict[int, str] = {}
-        """Why ranks died whose places have been, or will be, filled again."""
+        """Why ranks died whose slots have been, or will be, filled again."""
 
     def __enter__(self) -> Self:
         heartbeat.doing("starting Ray")
         start_ray(self.config)
         count = cluster_ranks(self.config)
         self.config = self.config.model_copy(update={"workers": count})
-        self._ranks = [RankPlace(number, self.run) for number in range(count)]
+        self._ranks = [RankSlot(number, self.run) for number in range(count)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +228,7 @@ class Ranks:
         return self._reserved
 
     def _fill(self) -> None:
-        """Fill every empty place with a spare or a new worker.
+        """Fill every empty slot with a spare or a new worker.
 
         Raises:
             _RanksDied: a worker died while starting.
@@ -180,13 +256,13 @@ class Ranks:
                 rank.note_restart(reason, rank.how, step=self._step)
             rank.how = ""
 
-    def _check_gpu(self, rank: RankPlace) -> None:
+    def _check_gpu(self, rank: RankSlot) -> None:
         """Check that a rank's GPU, which a given Ray cluster has chosen, is not the server's.
 
         Raises:
             UsageError: it is.
         """
-        about, address = rank.occupant.about, self.config.ray.address
+        about, address = rank.worker.about, self.config.ray.address
         if address and rank.gpu in self._taken and about and about.host == socket.gethostname():
             raise UsageError(
                 f"the Ray cluster at {address} gave trainer rank {rank.number} GPU {rank.gpu}, which the "
@@ -194,14 +270,14 @@ class Ranks:
                 "or choose other ones for the server with --inference.gpus"
             )
 
-    def _spare_for(self, rank: RankPlace) -> RankProcess | None:
+    def _spare_for(self, rank: RankSlot) -> RankProcess | None:
         """A spare on the rank's node that can use the rank's GPU, if there is one."""
         if rank.node is None and (self.config.ray.address or self._placement.gpus):
-            return None  # the place never had an occupant, so its node is unknown
+            return None  # the slot never had a worker, so its node is unknown
         return self.standbys.take(rank.node) or self.spares.take(rank.node)
 
     def _train(self, attempt: Attempt) -> Outcome:
-        """Train from `attempt`, with all places filled.
+        """Train from `attempt`, with all slots filled.
 
         Raises:
             StartDamaged: the ranks can't load the checkpoint of `attempt`.
@@ -212,7 +288,7 @@ class Ranks:
         """
         heartbeat.doing("gathering the ranks", waiting=True)
         try:
-            meeting_place = self._ranks[0].occupant.meeting_place(self.config.ray.start_timeout)
+            meeting_place = self._ranks[0].worker.meeting_place(self.config.ray.start_timeout)
         except ActorDiedError:
             raise _RanksDied({0: "died while it started"}) from None
         pending = {rank.train(meeting_place, self.config, attempt): rank for rank in self._ranks}
@@ -247,7 +323,7 @@ class Ranks:
         return outcome
 
     def _vacate(self, died: _RanksDied) -> None:
-        """Make sure that the dead and stuck ranks are gone, and empty their places."""
+        """Make sure that the dead and stuck ranks are gone, and empty their slots."""
         for number in {*died.dead, *died.stuck}:
             self._ranks[number].vacate()
         self._vacated |= died.dead
@@ -274,7 +350,7 @@ class Ranks:
         return self._step
 
 
-def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> None:
+def _collect(future: "ray.ObjectRef[Any]", rank: RankSlot, ended: _Ended) -> None:
     """Record how a rank's work ended: normally, with an error (perhaps because another died), or by death."""
     try:
         ended.outcomes[rank.number] = ray.get(future)

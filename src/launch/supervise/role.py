@@ -1,4 +1,4 @@
-"""The place of a role: its process, the standby that may take over, and when to restart it."""
+"""A role's slot: its process, the standby that may take over, and when to restart it."""
 
 import signal
 import time
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cairn.config.kinds import RunConfig
-from cairn.launch.plan.start import StartDamaged
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.seat import RestartRule, Seat
+from cairn.launch.start import StartDamaged
+from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -39,7 +38,7 @@ OWN_WORKERS = ("trainer_rank", "trainer_spare")
 """Prefixes, in roles.json, of worker names that die with the trainer's driver."""
 
 
-class RolePlace(Seat):
+class RoleSlot(Slot):
     """Keeps a role filled until the run ends; constructing it starts the first process."""
 
     def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
@@ -50,10 +49,10 @@ class RolePlace(Seat):
         self.ended = False
         """Whether the role's work is done or given up."""
         self.lost: str | None = None
-        """How the occupant died, if the run was stopping and so it was not replaced."""
+        """How the process died, if the run was stopping and so it was not replaced."""
         self._rule = RestartRule(config.max_restarts)
         self._restart_at: float | None = None
-        """When to start the next occupant (`time.monotonic`); None if there is one."""
+        """When to start the next process (`time.monotonic`); None if there is one."""
         self._restarted = False
         self._spare: RoleProcess | None = None
         """The standby."""
@@ -61,11 +60,11 @@ class RolePlace(Seat):
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the newest occupant; None while it lives."""
-        return self._occupant.exit_code
+        """Exit code of the newest process; None while it lives."""
+        return self._process.exit_code
 
     def look_after(self, step: int, *, stopping: bool) -> None:
-        """Notice that the occupant ended or hangs, and restart it unless the run is stopping.
+        """Notice that the process ended or hangs, and restart it unless the run is stopping.
 
         `step` is the run's newest step.
 
@@ -90,72 +89,72 @@ class RolePlace(Seat):
                 self._replace(f"hung ({hang})", step, stopping=stopping, blame=blame)
             elif not stopping:
                 self._keep_spare(step)
-        elif code >= 0 and self.name in WORKING and not self._occupant.came_to_its_end:
-            self._occupant.kill()
+        elif code >= 0 and self.name in WORKING and not self._process.ended_by_itself:
+            self._process.kill()
             reason = f"left with exit code {code} before its end"
             blame = self._blame(f"ended with exit code {code}", sure=True)
             self._replace(reason, step, stopping=stopping, blame=blame)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
         elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
-            raise UsageError(self._occupant.last_words())
-        elif code == EXIT_DAMAGED and (damaged := StartDamaged.heard(self._occupant.last_words())):
+            raise UsageError(self._process.error_message())
+        elif code == EXIT_DAMAGED and (damaged := StartDamaged.parse(self._process.error_message())):
             raise damaged
         else:
-            self._occupant.kill()  # else its old workers run beside the new ones for a while
+            self._process.kill()  # else its old workers run beside the new ones for a while
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
             reason = f"died (exit code {code})"
             if code == EXIT_CRASHED:
-                reason = f"failed ({self._occupant.last_words()})"
+                reason = f"failed ({self._process.error_message()})"
             blame = self._blame_for_signal(-code) if code < 0 else []
             self._replace(reason, step, for_good=not crashed, stopping=stopping, blame=blame)
 
     def stop(self) -> None:
-        """End the occupant: a server first gets its signal; then the whole session is killed."""
+        """End the process: a server first gets its signal; then the whole session is killed."""
         if self._spare is not None:
             self._spare.kill()
         if self.exit_code is not None:
-            self._occupant.kill()
+            self._process.kill()
             return
         if self.name not in WORKING:
-            self._occupant.signal(END_SERVER)
-        if self.name in WORKING or not self._occupant.wait(STOP_SECONDS):
-            self._occupant.kill()
+            self._process.signal(END_SERVER)
+        if self.name in WORKING or not self._process.wait(STOP_SECONDS):
+            self._process.kill()
             noted_calls.stop(self._calls)  # none of them is to blame
         state = "stopped" if self.exit_code == 0 else "failed"
-        self.run.set_role(self.name, state, self._occupant.pid)
+        self.run.set_role(self.name, state, self._process.pid)
 
     def _lose(self, how: str) -> None:
-        """Leave the place empty, because the run is stopping."""
+        """Leave the slot empty, because the run is stopping."""
         self._restart_at = None
         self.ended = self.name in WORKING
         self.lost = f"{self.name} {how}"
 
     @property
     def _calls(self) -> Path:
-        """Where the occupant notes which calls of user code are in progress, if it makes any."""
+        """Where the process notes which calls of user code are in progress, if it makes any."""
         return self.run.calls(self.name)
 
     def _blame(self, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[noted_calls.RunningCall]:
-        """The calls of user code that are to blame for the occupant's death; each is charged with a try."""
-        return noted_calls.charge(self._calls, self._occupant.pid, how, sure=sure, suspects=suspects)
+        """The calls of user code that are to blame for the process's death; each is charged with a try."""
+        return noted_calls.charge(self._calls, self._process.pid, how, sure=sure, suspects=suspects)
 
     def _blame_for_signal(self, number: int) -> list[noted_calls.RunningCall]:
-        """The same, for a signal that has killed the occupant."""
+        """The same, for a signal that has killed the process."""
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         crash = number not in FROM_OUTSIDE
         suspects = thread_that_crashed(self.log) if crash else []
         return self._blame(f"was killed by {name}", sure=crash, suspects=suspects)
 
     def _blame_for_hang(self) -> list[noted_calls.RunningCall]:
-        """Have the occupant, which hangs, write its stacks; kill it, and find who is to blame."""
-        pid = self._occupant.pid
+        """Have the process, which hangs, write its stacks; kill it, and find who is to blame."""
+        pid = self._process.pid
         before = processor_times(pid)
-        self._occupant.signal(STACKS)
+        self._process.signal(STACKS)
         time.sleep(STACKS_SECONDS)
         after = processor_times(pid)
         busy = [thread for thread, (had, _) in after.items() if had - before.get(thread, (had, 0))[0] > BUSY]
-        self._occupant.kill()
+        self._process.kill()
         return self._blame("hung", sure=True, suspects=busy)
 
     def _replace(
@@ -167,7 +166,7 @@ class RolePlace(Seat):
         stopping: bool,
         blame: Sequence[noted_calls.RunningCall] = (),
     ) -> None:
-        """Schedule a replacement for the dead occupant by the restart rule, unless the run is stopping.
+        """Schedule a replacement for the dead process by the restart rule, unless the run is stopping.
 
         Args:
             blame: the calls of user code that are to blame, of which there may be none.
@@ -175,7 +174,7 @@ class RolePlace(Seat):
         Raises:
             RoleFailed: the rule gives up.
         """
-        self.run.set_role(self.name, "failed", self._occupant.pid)
+        self.run.set_role(self.name, "failed", self._process.pid)
         if self.name == "trainer":
             self.run.end_roles("failed", *OWN_WORKERS)
         if stopping and not (for_good and self.name == "trainer"):
@@ -193,22 +192,22 @@ class RolePlace(Seat):
         self._restarted = True
 
     def _fill(self, step: int) -> None:
-        """Fill the place with the spare or a new process."""
+        """Fill the slot with the spare or a new process."""
         self._restart_at = None
         if self._spare is not None and self._has_spare():
-            self._occupant = self._spare
-            self._occupant.begin()
+            self._process = self._spare
+            self._process.begin()
         else:
-            self._occupant = self._start()
+            self._process = self._start()
         self._spare = None
         self._had_spare = not (self.config.standby and self.name in STANDBY)
         self._filled_at_step = step
         silence, lengthy = self.config.heartbeat_timeout, self.config.hang_timeout
         if self.name in WORKING:
-            self.watch_over(self._occupant.pid, silence=silence, standstill=lengthy)
+            self.watch_over(self._process.pid, silence=silence, standstill=lengthy)
         else:  # a server that does not answer counts as hung, unless it is being given weights
             self.watch_over(
-                self._occupant.pid,
+                self._process.pid,
                 silence=silence,
                 standstill=silence,
                 setting="--heartbeat-timeout",
@@ -219,7 +218,7 @@ class RolePlace(Seat):
         return self._spare is not None and self._spare.exit_code is None
 
     def _keep_spare(self, step: int) -> None:
-        """Start a spare, one per occupant, once the occupant has come so far that this doesn't disturb it."""
+        """Start a spare, one for each process, once the process is so far that this doesn't disturb it."""
         if not self._had_spare and step > self._filled_at_step:
             self._had_spare = True
             self._spare = self._start(standby=True)

@@ -1,4 +1,4 @@
-"""Spare workers of the trainer: everything imported, nothing allocated, ready to take a dead rank's place."""
+"""Spare workers of the trainer: everything imported, nothing allocated, ready to replace a dead rank."""
 
 import logging
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import ray
 from ray.exceptions import RayError
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray.worker_environment import environment_for_workers
-from cairn.launch.supervise.rank_process import RankProcess
+from cairn.launch.ray.environment import environment_for_workers
+from cairn.launch.ray.worker import RankProcess
 from cairn.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""A checkpoint opened from Python: verified tensors, and the state of the roles."""
+"""What is read from Python: a checkpoint, verified, and the records of a data set."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
 from cairn.checkpoint.step_folder import (
@@ -17,6 +18,7 @@ from cairn.checkpoint.step_folder import (
 from cairn.checkpoint.step_index import verify
 from cairn.formats import FORMATS, TensorSource
 from cairn.model.adapters import base_folder, is_adapter
+from cairn.run.data_sets import Records, every, load_records
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 
@@ -118,3 +120,54 @@ def _read(stored: Mapping[str, TensorSource]) -> "dict[str, torch.Tensor]":
     from cairn.checkpoint.tensors.sharded_files import read_tensor
 
     return {name: read_tensor(tensor) for name, tensor in stored.items()}
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    split: str
+    csv_numbers: Sequence[str]
+    split_setting: str = "split"
+    part: None = None
+
+
+class RecordSequence(Sequence[dict[str, Any]]):
+    """The records of a data set in its order, each of which is read when it is asked for."""
+
+    def __init__(self, records: Records):
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        numbers = range(len(self))[index]
+        return self._records.read([numbers])[0] if isinstance(numbers, int) else self._records.read(numbers)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return every(self._records)
+
+    def where(self, index: int) -> str:
+        """File and line of a record, or its number."""
+        return self._records.where(index)
+
+
+def read_records(
+    path: str | os.PathLike[str], *, split: str = "train", csv_numbers: Sequence[str] = ()
+) -> RecordSequence:
+    """The records of a data set as a run trains on them: numbers as they are written, keys in their order.
+
+    Args:
+        path: a file, a folder, or a name on the hub, as `data.name`.
+        split: as `data.split`.
+        csv_numbers: as `data.csv_numbers`.
+
+    Raises:
+        cairn.CairnError: it can't be read; the message names file and line.
+    """
+    name = os.fspath(path)
+    return RecordSequence(load_records(_Source(name, split, csv_numbers)))

@@ -1,8 +1,11 @@
 """What a run starts or resumes from: chosen once, before any role runs, and nothing is written."""
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,9 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_DAMAGED
 from cairn.run.metrics import why_exhausted
+
+ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
+"""Names of the folders that hold what an attempt has set aside."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,14 @@ class StartDamaged(CairnError):
         super().__init__(problem)
         self.folder = folder
 
-    def last_words(self) -> str:
+    def to_launcher(self) -> str:
         """The folder as one line of JSON, followed by the problem."""
         return f"{json.dumps(str(self.folder))}\n{self}"
 
     @classmethod
-    def heard(cls, words: str) -> "StartDamaged | None":
-        """The damage that the trainer's driver reported as its last words; None if there are none."""
-        folder, newline, problem = words.partition("\n")
+    def parse(cls, message: str) -> "StartDamaged | None":
+        """The damage that the trainer's driver has sent (`to_launcher`); None if the message is empty."""
+        folder, newline, problem = message.partition("\n")
         return cls(Path(json.loads(folder)), problem) if newline else None
 
 
@@ -162,6 +168,25 @@ def _fresh(config: RunConfig, store: CheckpointStore) -> Start:
             f"--ckpt.resume-step {steps[-1]} (or --ckpt.resume auto), or give another --output-dir"
         )
     return Start(store)
+
+
+def newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
+    """The number of the run's newest attempt in this directory; 0 if there was none.
+
+    Branches and folders of abandoned steps are named after it, so no number may be used twice, even if
+    roles.json, which records it, was lost.
+    """
+    earlier = run.attempt()
+    aside = os.listdir(store.abandoned) if store.abandoned.is_dir() else []
+    numbers = [int(match[1]) for match in map(ASIDE_NAME.fullmatch, aside) if match]
+    if earlier:
+        numbers.append(earlier.number)
+    else:
+        numbers.append(run.history.newest_attempt())
+        for step in store.steps():
+            with contextlib.suppress(CheckpointError):
+                numbers.append(store.manifest(step).attempt)
+    return max(numbers, default=0)
 
 
 class _Choice:

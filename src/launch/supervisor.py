@@ -1,8 +1,12 @@
 """Runs the roles of an attempt, each in its own process and session, until the run ends."""
 
+import contextlib
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from cairn.config.kinds import KINDS
 from cairn.launch.display import StepDisplay
@@ -15,12 +19,11 @@ from cairn.launch.exit_report import (
     shorter,
     why_unsaved,
 )
-from cairn.launch.jobs.step_jobs import work_beside
-from cairn.launch.logs import BoundedLogs
+from cairn.launch.jobs.background import background_jobs
 from cairn.launch.plan.run_plan import RunPlan
 from cairn.launch.preemption import Notice, watching
-from cairn.launch.ray.folder import remove_private_folders
-from cairn.launch.supervise.role import OWN_WORKERS, RolePlace
+from cairn.launch.ray.environment import remove_private_folders
+from cairn.launch.supervise.role import OWN_WORKERS, RoleSlot
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.run.files import read_note
@@ -55,18 +58,18 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
     with (
         stop_on_signals(run, at_once.set, left, display.say),
         display,
-        work_beside(run, config, attempt) as beside,
+        background_jobs(run, config, attempt) as jobs,
         watching(config.preemption, lambda notice: stop_for(notice, run, display.say)),
     ):
         logs = BoundedLogs(run.logs)
-        watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
+        watched = {name: RoleSlot(name, run, config, local_ray=local_ray) for name in roles}
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
                 check_in_place(run)
                 stopping = run.stop_requested() is not None
                 for role in watched.values():
                     role.look_after(display.step, stopping=stopping)
-                beside.look_after(display.step, stopping=stopping)
+                jobs.look_after(display.step, stopping=stopping)
                 if at_once.is_set():
                     raise KeyboardInterrupt
                 if stopping and (cut_short := hopeless(run, watched) or out_of_time(run)):
@@ -86,11 +89,11 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
 
         update()
         if not cut_short and watched["trainer"].exit_code == 0:
-            beside.finish(update, lambda: run.stop_requested() is not None)
+            jobs.finish(update, lambda: run.stop_requested() is not None)
         elif run.stop_requested() and config.ckpt:
             left = run.seconds_left()
             seconds = config.ckpt.remote_grace if left is None else left
-            beside.finish_stopped(display.step, seconds, update, at_once.is_set)
+            jobs.finish_stopped(display.step, seconds, update, at_once.is_set)
     if cut_short:
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
@@ -99,7 +102,7 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
     check_failures = say_what_failed(run, attempt.command, config, shorter(run.path))
     if account := display.account():
         print(account, flush=True)
-    code = beside.conclude(code)
+    code = jobs.conclude(code)
     if code == 0:
         check_failures()
     return code
@@ -131,7 +134,7 @@ def out_of_time(run: RunDirectory) -> str | None:
     return "the time that was left is over" if left is not None and left < 0 else None
 
 
-def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
+def hopeless(run: RunDirectory, roles: Mapping[str, RoleSlot]) -> str | None:
     """Why a stopping run has nothing to wait for: nothing is unsaved, or no role is left that could save it.
 
     A trainer that has exited by itself has reported its outcome.
@@ -153,3 +156,54 @@ def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
     if beat.waiting:  # for a role that will not return
         return next((role.lost for role in roles.values() if role.lost), None)
     return None
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 32 << 20
+"""Bytes of a log at which it is copied and begun anew, and of the copy."""
+HEAD = 1 << 20
+"""Bytes of its beginning that a copy has, if it leaves something out."""
+PIECE = 1 << 20
+LOOK_SECONDS = 1.0
+
+
+class BoundedLogs:
+    """Keeps all logs of a folder small."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._look_at = 0.0
+
+    def look_after(self) -> None:
+        """Begin those logs anew that are too large; call it often."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        with contextlib.suppress(OSError):  # a full disk, or a folder that is gone, is for others to report
+            for path in self.folder.glob("*.log"):
+                if path.stat().st_size > LARGEST:
+                    begin_anew(path)
+
+
+def begin_anew(path: Path) -> None:
+    """Copy a log to `NAME.log.1` and cut it to nothing.
+
+    Raises:
+        OSError: the disk is full, or can't be written.
+    """
+    copy, unfinished = path.with_name(f"{path.name}.1"), path.with_name(f"{path.name}.1.tmp")
+    with open(path, "r+b") as log, open(unfinished, "wb") as out:
+        size = os.fstat(log.fileno()).st_size
+        if size > LARGEST:
+            out.write(log.read(HEAD))
+            skipped = size - LARGEST
+            out.write(f"\n[{skipped} bytes left out]\n".encode())
+            log.seek(HEAD + skipped)
+        while piece := log.read(PIECE):  # up to what was written last
+            out.write(piece)
+        unfinished.replace(copy)
+        note = f"[the log goes on here; what was before is in {copy.name}]\n".encode()
+        log.truncate(0)
+        with open(path, "ab") as anew:
+            anew.write(note)
