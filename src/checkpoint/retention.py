@@ -8,9 +8,9 @@ from typing import Any
 
 from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import step_of
+from cairn.checkpoint.step_index import newest_good, step_of
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tiers import Removable, SavedStep, Tier, newest_good, read_steps
+from cairn.checkpoint.tiers import Removable, SavedStep, Tier, read_steps
 from cairn.config.ckpt import CkptConfig
 from cairn.run.object_store import RemoteError
 
@@ -181,7 +181,7 @@ def prune(
     """
     pinned = tier.pins() if pinned is None else pinned
     kept = reasons_to_keep(tier.measured(rules.metric if rules.keep_best else None), rules, pinned)
-    good, damaged = newest_good(tier, list(kept))
+    good, damaged = newest_good(kept, tier.check)
     for step in kept if good is None else [good]:
         kept[step] = kept[step] or ["none is good" if good is None else "newest good"]
     add_spared(kept, spares or {})

@@ -5,7 +5,7 @@ every reader. A symbolic link is never a step.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from cairn.checkpoint.manifest import (
@@ -87,17 +87,20 @@ class StepFolders:
         Args:
             content: False checks names and sizes only.
         """
-        passed_over: list[str] = []
-        for step in reversed(self._folders()):
-            if not self.exists(step):
-                continue
-            folder = self.folder(step)
-            try:
-                verify(folder, content=content)
-                return folder, passed_over
-            except CheckpointError as error:
-                passed_over.append(str(error))
-        return None, passed_over
+        step, passed_over = newest_good(self.steps(), lambda step: verify(self.folder(step), content=content))
+        return None if step is None else self.folder(step), passed_over
+
+
+def newest_good(steps: Collection[int], check: Callable[[int], object]) -> tuple[int | None, list[str]]:
+    """The newest of `steps` for which `check` raises no CheckpointError; and the errors of the newer ones."""
+    passed_over: list[str] = []
+    for step in sorted(steps, reverse=True):
+        try:
+            check(step)
+            return step, passed_over
+        except CheckpointError as error:
+            passed_over.append(str(error))
+    return None, passed_over
 
 
 def step_of(folder: "Path | os.DirEntry[str]") -> int:

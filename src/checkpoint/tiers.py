@@ -4,7 +4,7 @@ Retention and the `ckpt` commands work with any of them. `checkpoint.store.Check
 `remote.step_store.RemoteStore` fulfil it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,18 +185,6 @@ def read_steps(tier: Tier, ratings: Ratings) -> list[SavedStep]:
         except CheckpointError:
             found.append(SavedStep(number, {}))
     return found
-
-
-def newest_good(tier: Tier, steps: Sequence[int]) -> tuple[int | None, list[str]]:
-    """The newest of `steps` that is whole, as `Tier.check` says, and what is wrong with each newer one."""
-    passed_over: list[str] = []
-    for step in sorted(steps, reverse=True):
-        try:
-            tier.check(step)
-            return step, passed_over
-        except CheckpointError as error:
-            passed_over.append(str(error))
-    return None, passed_over
 
 
 def row_of(folder: Path, kept_by: list[str], ratings: Ratings | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def start(command: str, config: Any) -> int:
         RoleFailed: a role died.
     """
     plan = make(command, config, STEPS)
-    if plan.draft.dry:
+    if plan.dry:
         return report(plan)
     if command in KINDS:
         return _finish(plan) if plan.complete else _run(plan)
@@ -44,8 +44,7 @@ def start(command: str, config: Any) -> int:
 
 def _finish(plan: RunPlan) -> int:
     """What a complete run still lacks."""
-    config, first = plan.config, plan.start
-    assert first is not None
+    config, first = plan.config, plan.first
     assert first.manifest is not None
     for job in JOBS.values():
         job.finish(config, first.manifest.run_id)
@@ -61,8 +60,7 @@ def _run(plan: RunPlan) -> int:
         while True:
             for note in plan.notes:
                 print(note, flush=True)
-            config, first = plan.config, plan.start
-            assert first is not None
+            config, first = plan.config, plan.first
             attempt = begin(run, config, first, plan.recipe, command=plan.command)
             set_exports_aside(config, first, f"before_attempt_{attempt.number}")
             try:
@@ -78,8 +76,7 @@ def _run(plan: RunPlan) -> int:
 
 
 def _say_damage(plan: RunPlan, damaged: StartDamaged) -> None:
-    first = plan.start
-    assert first is not None
+    first = plan.first
     if damaged.folder != first.folder:
         print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
     elif first.away:
@@ -97,8 +94,7 @@ def _after(plan: RunPlan, damaged: StartDamaged) -> RunPlan:
         UsageError: there is nothing else to start from.
         RoleFailed: likewise, after the run has gone on from its start.
     """
-    first, config = plan.start, plan.draft.settled
-    assert first is not None
+    first, config = plan.first, plan.settled
     at_start = damaged.folder == first.folder
     named = at_start and first.named
     try:
@@ -116,9 +112,9 @@ def _after(plan: RunPlan, damaged: StartDamaged) -> RunPlan:
 
 def _orchestrate(plan: RunPlan) -> int:
     """Serve the trainer that runs in the same output folder, and the next one when its attempt is over."""
-    run = RunDirectory(plan.draft.given.output_dir)
+    run = RunDirectory(plan.given.output_dir)
     while True:
-        attempt = plan.draft.attempt
+        attempt = plan.attempt
         assert attempt is not None
         turn = RoleStart("orchestrator", run)
         try:
@@ -144,12 +140,12 @@ def _serve(plan: RunPlan) -> int:
 def _evaluate(plan: RunPlan) -> int:
     from cairn.evaluate.evaluate import EvalPlan, evaluate
 
-    config, draft = plan.config, plan.draft
+    config = plan.config
 
     def check(model: Path) -> None:
-        if draft.vllm == "gpu":
-            refuse_what_can_not_be_served(str(model), config.inference, draft.machine, "--inference.")
+        if plan.vllm == "gpu":
+            refuse_what_can_not_be_served(str(model), config.inference, plan.machine, "--inference.")
 
-    if draft.own_server:
+    if plan.own_server:
         use_gpus(config.inference.gpus)
-    return evaluate(EvalPlan(config, draft.policies, check))
+    return evaluate(EvalPlan(config, plan.policies, check))

@@ -218,7 +218,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     turn = RoleStart(role, run, standby=standby)
     of = partial(kind.of, config=config)
     runs: dict[str, Callable[[], int]] = {
-        "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(kind, config)),
+        "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(config)),
         "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
         "inference": lambda: run_inference(of("inference"), run),
     }

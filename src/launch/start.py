@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
 from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import step_of
+from cairn.checkpoint.step_index import newest_good, step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
@@ -220,19 +220,20 @@ class _Choice:
             raise damaged_start(StartDamaged(folder, str(error))) from None
 
     def _newest_good(self) -> Start:
-        passed_over = self.damaged is not None
-        for folder in map(self._folder, reversed(self.steps)):
-            try:
-                if self.damaged and self.damaged.folder == folder:
-                    raise Damaged(str(self.damaged))
-                start = Start(self.store, folder, self._check(folder), away=folder == self.away)
-            except CheckpointError as error:
-                print(f"passing over a damaged checkpoint: {error}", flush=True)
-                passed_over = True
-                continue
+        def check(step: int) -> None:
+            if self.damaged and self.damaged.folder == self._folder(step):
+                raise Damaged(str(self.damaged))
+            self._check(self._folder(step))
+
+        step, damaged = newest_good(self.steps, check)
+        for problem in damaged:
+            print(f"passing over a damaged checkpoint: {problem}", flush=True)
+        passed_over = bool(damaged or self.damaged)
+        if step is not None:
+            folder = self._folder(step)
             if passed_over:
                 print(f"the newest good checkpoint is {folder}", flush=True)
-            return start
+            return Start(self.store, folder, load_manifest(folder), away=folder == self.away)
         wish = "latest" if self.ckpt.resume == "latest" else "auto"
         if wish == "latest" or passed_over:
             raise UsageError(f"--ckpt.resume {wish}: there is no good checkpoint in {self.store.root}")

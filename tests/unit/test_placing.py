@@ -369,7 +369,7 @@ def test_a_cluster_must_not_give_away_the_servers_gpus(tmp_path: Path):
     """A Ray cluster that was started on this machine counts all of its GPUs, unless told otherwise."""
     config = load(RLConfig, ["--trainer.ray.address", "a:1", "--output-dir", str(tmp_path)])
     settled, _ = placed(KINDS["rl"], config, machine(2))
-    taken = gpus_of_server(KINDS["rl"], settled)
+    taken = gpus_of_server(settled)
     assert taken == ("1",)
     ranks = Ranks(settled.trainer, RunDirectory(tmp_path), taken)
 
@@ -385,4 +385,4 @@ def test_a_cluster_must_not_give_away_the_servers_gpus(tmp_path: Path):
     check("1", "elsewhere")
     with pytest.raises(UsageError, match=r"cluster at a:1 gave trainer rank 0 GPU 1, which the run's server"):
         check("1", here)
-    assert gpus_of_server(KINDS["sft"], load(SFTConfig, ["--gpus", "1,"])) == ()
+    assert gpus_of_server(load(SFTConfig, ["--gpus", "1,"])) == ()

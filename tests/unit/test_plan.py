@@ -105,7 +105,7 @@ def test_a_dry_run_touches_nothing_and_finds_all_that_is_wrong():
         PlanStep("is not asked", refuses, SFT, when=lambda _draft: False, gives=("roles",)),
         PlanStep("goes on", gives("roles", ("trainer",), seen), SFT, needs=("roles",)),
     ]
-    draft = make("sft", SFTConfig(dry_run=True), table).draft
+    draft = make("sft", SFTConfig(dry_run=True), table)
     assert seen == ["taken", "roles"]
     assert draft.left_out == ("writes",)
     assert draft.errors == ("it is wrong",)

@@ -64,6 +64,11 @@ REFUSED = {
     "text": ("sft", [{"text": "ab"}], "--data.name DATA, line 1: it has the fields ['text']"),
     "pairs": ("sft", [PAIR], "--data.name DATA, line 1: it is a pair (chosen and rejected), from which"),
     "no_pairs": ("dpo", [GOOD], "--data.name DATA, line 1: it has the fields ['messages']; it needs chosen"),
+    "all": (
+        "reward",
+        [GOOD] * 20,
+        "--data.name DATA, line 1: it has the fields ['messages']; it needs chosen",
+    ),
     "equal": ("reward", [PAIR | {"chosen": "ab"}], "--data.name DATA, line 1: chosen and rejected are"),
 }
 

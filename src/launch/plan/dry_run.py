@@ -49,23 +49,22 @@ def report(plan: RunPlan) -> int:
     Raises:
         UsageError: the settings can't be settled.
     """
-    draft = plan.draft
-    if draft.settled is None:
-        raise UsageError(draft.errors[0])
-    lines = [f"planned for {in_words(draft.machine)}", *(f"  {note}" for note in draft.notes)]
-    if draft.placing is not None:
-        about = draft.placing.in_words(), exports_in_words(draft.config)
+    if plan.settled is None:
+        raise UsageError(plan.errors[0])
+    lines = [f"planned for {in_words(plan.machine)}", *(f"  {note}" for note in plan.notes)]
+    if plan.placing is not None:
+        about = plan.placing.in_words(), exports_in_words(plan.config)
         lines += [f"  {words}" for words in about if words]
-    print(draft.settled.model_dump_json(indent=2), flush=True)
-    for choice in draft.choices:
+    print(plan.settled.model_dump_json(indent=2), flush=True)
+    for choice in plan.choices:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")
-    lines += draft.found
-    if draft.missing and draft.command in ("orchestrator", "eval"):
-        lines.append(f"not enough for a start: {draft.missing}")
-    if draft.left_out:
-        lines.append(f"a dry run leaves out: {'; '.join(draft.left_out)}")
-    errors = [f"error: {error}" for error in dict.fromkeys(draft.errors)]
+    lines += plan.found
+    if plan.missing and plan.command in ("orchestrator", "eval"):
+        lines.append(f"not enough for a start: {plan.missing}")
+    if plan.left_out:
+        lines.append(f"a dry run leaves out: {'; '.join(plan.left_out)}")
+    errors = [f"error: {error}" for error in dict.fromkeys(plan.errors)]
     lines += [error for error in errors if error not in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
     return EXIT_USAGE if any(line.startswith("error: ") for line in lines) else 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import RunConfig, RunKind
@@ -23,8 +23,6 @@ from cairn.inference.vllm_command import Build
 from cairn.launch.plan.colocation import taking_turns
 from cairn.run.errors import UsageError
 from cairn.run.machine import VISIBLE, Gpu, Machine, gpus_named
-
-Config = TypeVar("Config", bound=RunConfig)
 
 NONE_TAKEN: Mapping[str, str] = MappingProxyType({})
 ORDER = "CUDA_DEVICE_ORDER"
@@ -83,11 +81,10 @@ def place(
     Raises:
         UsageError: there are too few, one is not there or is given twice, or the settings contradict.
     """
-    if "inference" in kind.roles:
-        rl = cast(RLConfig, config)
-        if not rl.orchestrator.inference_url:
-            return _beside_server(rl, machine, vllm)
-        if rl.colocate:
+    if isinstance(config, RLConfig):
+        if not config.orchestrator.inference_url:
+            return _beside_server(config, machine, vllm)
+        if config.colocate:
             raise UsageError(
                 "--colocate: the run's servers are given by --orchestrator.inference-url, and only a server "
                 "that the run starts itself can take turns with the trainer"
@@ -110,11 +107,11 @@ def place(
 
 def placed(
     kind: RunKind,
-    config: Config,
+    config: RunConfig,
     machine: Machine,
     vllm: Build = "gpu",
     taken: Mapping[str, str] = NONE_TAKEN,
-) -> tuple[Config, Placing]:
+) -> tuple[RunConfig, Placing]:
     """The settings with `workers`, `gpus` and `colocate` as `place` decides, and the decision itself.
 
     Where there is no GPU, `gpus` stays as given.
@@ -128,17 +125,16 @@ def placed(
     trainer: dict[str, Any] = {"workers": placing.workers}
     if machine.has_gpus and not kind.trainer(config).ray.address:
         trainer["gpus"] = _named(placing.trainer)
-    if not kind.sections:
+    if not isinstance(config, RLConfig):
         return config.model_copy(update=trainer), placing
-    rl = cast(RLConfig, config)
     update: dict[str, Any] = {
-        "trainer": rl.trainer.model_copy(update=trainer),
+        "trainer": config.trainer.model_copy(update=trainer),
         "colocate": placing.colocate,
     }
-    if machine.has_gpus and not rl.orchestrator.inference_url:
-        update["inference"] = rl.inference.model_copy(update={"gpus": _named(placing.server)})
-    rl = rl.model_copy(update=update)
-    return cast(Config, taking_turns(rl) if placing.colocate else rl), placing
+    if machine.has_gpus and not config.orchestrator.inference_url:
+        update["inference"] = config.inference.model_copy(update={"gpus": _named(placing.server)})
+    config = config.model_copy(update=update)
+    return taking_turns(config) if placing.colocate else config, placing
 
 
 def placed_server(
@@ -183,9 +179,9 @@ def torch_without_cuda() -> str | None:
     return None if built.get("cuda") else str(built.get("__version__"))
 
 
-def gpus_of_server(kind: RunKind, config: RunConfig) -> tuple[str, ...]:
+def gpus_of_server(config: RunConfig) -> tuple[str, ...]:
     """The names of the GPUs that `placed` has given to the run's own server."""
-    return names_in(cast(RLConfig, config).inference.gpus or "0") or () if kind.sections else ()
+    return names_in(config.inference.gpus or "0") or () if isinstance(config, RLConfig) else ()
 
 
 def use_gpus(gpus: str | None) -> None:

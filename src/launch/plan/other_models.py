@@ -20,12 +20,13 @@ from cairn.launch.plan.model import described, is_step, resolve_model, vocabular
 from cairn.launch.start import Start
 from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.errors import UsageError
-from cairn.run.recipe import TOKENIZER_FILES, tokenizer_of
+from cairn.run.recipe import tokenizer_files, tokenizer_of
 
 STEMS: Mapping[str, str] = {"critic": CRITIC}
 """Of the weights in a checkpoint, by section."""
 MODELS = "models"
-"""Their part of the trainer's recipe: by source, each with its `folder` and the sums of its `files`."""
+"""Key of the trainer's recipe for the models that score batches: by source, `folder` and sums of `files`."""
+SAME_TOKENS = "It has to read the policy's tokens: take a model of the same family"
 
 
 def with_models_beside(kind: RunKind, config: RunConfig, start: Start, cache: Path) -> RunConfig:
@@ -105,27 +106,9 @@ def _found(
     own = Path(name) / Path(STEMS[section]).parent
     if Path(name).is_dir() and is_step(Path(name)) and (own / "config.json").is_file():
         folder = own.absolute()
-    if folder is not None and (problem := _vocabulary_problem(folder, policy)):
-        raise UsageError(f"{setting}: {problem}, so that it would read other tokens than the policy writes")
+    if folder is not None:
+        check_vocabulary(policy, folder, setting, without_tokenizer=True)
     return folder
-
-
-def _vocabulary_problem(folder: Path, policy: Path) -> str | None:
-    """What is wrong with the model's tokens for a policy; None if nothing is."""
-    sizes = [vocabulary_size(one) for one in (folder, policy)]
-    has_tokenizer = any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
-    if not has_tokenizer:  # such as the critic of a checkpoint
-        return f"it knows {sizes[0]} tokens, and the policy {sizes[1]}" if sizes[0] < sizes[1] else None
-    from transformers import AutoTokenizer  # late: it takes seconds
-
-    ours, theirs = (AutoTokenizer.from_pretrained(one).get_vocab() for one in (folder, policy))
-    if ours == theirs:
-        needed = 1 + max(ours.values())
-        if sizes[0] < min(needed, sizes[1]):
-            return f"its embeddings have {sizes[0]} rows, and the policy's tokens need {needed}"
-        return None
-    other = sum(theirs.get(token) != number for token, number in ours.items())
-    return f"its tokenizer's vocabulary is not the policy's ({other} of its {len(ours)} tokens differ)"
 
 
 @dataclass(frozen=True)
@@ -259,42 +242,39 @@ def _of_setting(flag: str) -> Generator[None]:
         raise UsageError(str(error).replace("--model.name", flag)) from None
 
 
-def check_vocabulary(policy: Path, other: Path, about: str) -> None:
+def check_vocabulary(policy: Path, other: Path, about: str, *, without_tokenizer: bool = False) -> None:
     """See that two models mean the same by a token's number, and that `other` has a row for each token.
 
     Models of one family often differ in the rows that pad their embeddings; these stand for no token.
+
+    Args:
+        without_tokenizer: whether `other` may have no tokenizer, such as the critic of a checkpoint.
 
     Raises:
         UsageError: they do not, or it can't be known.
     """
     ours = _tokens(policy)
-    _check_rows(policy, other, about, ours)
-    if tokenizer_of(policy) == tokenizer_of(other):
+    rows, of_policy = (vocabulary_size(folder) for folder in (other, policy))
+    needed = 1 + max(ours.values()) if ours else of_policy
+    if rows < min(needed, of_policy):
+        raise UsageError(
+            f"{about}: its embeddings have {rows} rows, and the policy's tokens need {needed}. {SAME_TOKENS}"
+        )
+    if tokenizer_of(policy) == tokenizer_of(other) or (without_tokenizer and not tokenizer_files(other)):
         return
     theirs = _tokens(other)
     if ours is None or theirs is None:
         without = policy if ours is None else other
         raise UsageError(
             f"{about}: whether it has the policy's vocabulary can't be told, as {without} has no "
-            "tokenizer.json, and their tokenizers' files differ; have a server serve it"
+            "tokenizer.json, and their tokenizers' files differ: give a folder that has one (transformers' "
+            "save_pretrained writes it), or have a server serve the model if it is a teacher or a reference"
         )
     if different := [token for token, number in ours.items() if theirs.get(token) != number]:
         token = different[0]
         raise UsageError(
             f"{about}: its vocabulary is another than the policy's: {token!r} is token {ours[token]} in "
-            f"{policy}, and {theirs.get(token, 'no token')} in {other}. Logprobs of one model's tokens under "
-            "another need the same tokens: take a model of the same family"
-        )
-
-
-def _check_rows(policy: Path, other: Path, about: str, tokens: Mapping[str, int] | None) -> None:
-    """See that `other` has a row for each of the policy's tokens, or of its rows if no tokens are known."""
-    rows, of_policy = (vocabulary_size(folder) for folder in (other, policy))
-    needed = 1 + max(tokens.values()) if tokens else of_policy
-    if rows < min(needed, of_policy):
-        raise UsageError(
-            f"{about}: its embeddings have {rows} rows, and the policy's tokens need {needed}. Logprobs of "
-            "one model's tokens under another need the same tokens: take a model of the same family"
+            f"{policy}, and {theirs.get(token, 'no token')} in {other}. {SAME_TOKENS}"
         )
 
 

@@ -72,13 +72,6 @@ class Check:
     look: Callable[[Subject], Iterator[str]]
 
 
-def _records(subject: Subject) -> Iterator[str]:
-    """Every record has a form that can be trained on."""
-    yield from what_is_read(subject.trainer)
-    if not subject.facts.get("records_are_checked"):
-        look_at_records(subject.trainer)
-
-
 def what_is_read(trainer: TrainerBase) -> Iterator[str]:
     """Which files of folders are trained on and which are not, a line for each folder."""
     from cairn.run import data_sets
@@ -86,7 +79,7 @@ def what_is_read(trainer: TrainerBase) -> Iterator[str]:
     settings: Any = trainer
     found: dict[str, None] = {}
     for source in (*settings.data.all_sets, *trainer.held_out_data.values()):
-        with contextlib.suppress(data_sets.BadRecord):  # which the check of records tells
+        with contextlib.suppress(data_sets.BadRecord):  # which is an error once the records are read
             if said := data_sets.what_is_read(source):
                 found[said] = None
     yield from (f"data: {said}" for said in found)
@@ -120,23 +113,32 @@ def _limits(subject: Subject) -> Iterator[str]:
 
 
 def _data(subject: Subject) -> Iterator[str]:
-    """The template shows all of the records, and what is learned of a drawn sample is no surprise."""
+    """Every record has a form that can be trained on, the template shows all of it, and what is learned of a
+    drawn sample is no surprise."""
     from cairn.run.conversations import end_tokens
     from cairn.run.data_sets import BadRecord
     from cairn.trainer.data.looking import limits_of, look_at_data
+    from cairn.trainer.data.opening import identity_of_all, open_sources
+    from cairn.trainer.data.preference_forms import FORMS
+    from cairn.trainer.data.sources import SFT
 
     trainer: Any = subject.trainer
+    yield from what_is_read(trainer)
     answers = trainer.task != "reward"
     ends = end_tokens(subject.model, subject.tokenizer.eos_token_id) if answers else None
-    form = None if trainer.task == "sft" else trainer.loss.form
-    all_data = [("", f"{trainer.data.setting} ", trainer.data, form)]
+    use = SFT if trainer.task == "sft" else FORMS[trainer.loss.form]
+    all_data = [("", f"{trainer.data.setting} ", trainer.data, use)]
     for name, data in trainer.held_out_data.items():
-        all_data.append((f"validation {name!r}: ", f"validation {name!r}: ", data, None))
-    for whose, setting, data, form in all_data:
+        all_data.append((f"validation {name!r}: ", f"validation {name!r}: ", data, SFT))
+    for whose, setting, data, use in all_data:
         try:
+            sources = open_sources(data, trainer.seed, use)
+            if not subject.facts.get("records_are_checked"):
+                identity_of_all(data, sources, use)
             for notice in look_at_data(
+                sources.values(),
                 data,
-                form,
+                use,
                 subject.tokenizer,
                 seed=trainer.seed,
                 row_length=trainer.seq_len,
@@ -175,7 +177,6 @@ ON_RECORDS = frozenset({"sft", "dpo", "reward"})
 ON_PROMPTS = frozenset({"rl"})
 ALL = ON_RECORDS | ON_PROMPTS
 CHECKS = (
-    Check("records", ON_RECORDS, _records),
     Check("limits", ALL, _limits),
     Check("data", ON_RECORDS, _data),
     Check("prompts", ON_PROMPTS, _prompts),

@@ -60,6 +60,7 @@ class Draft:
     damaged: StartDamaged | None = None
     """The checkpoint that ranks could not load, in a plan that is made again."""
     start: Start | None = None
+    """What the run starts from; None for commands that train nothing."""
     complete: str | None = None
     """Why there is nothing left to do, in words."""
     machine: Machine = field(default_factory=Machine)
@@ -74,7 +75,9 @@ class Draft:
     """The Ray cluster that the user has given."""
     choices: tuple[Choice, ...] = ()
     roles: tuple[str, ...] = ()
+    """Those that are started."""
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The content of recipe.json."""
     model: str = ""
     """The policy's Hugging Face directory; in a dry run perhaps without weights."""
     attempt: Attempt | None = None
@@ -86,6 +89,12 @@ class Draft:
     def dry(self) -> bool:
         """Whether nothing will be started."""
         return self.given.dry_run
+
+    @property
+    def first(self) -> Start:
+        """The start, which a step has given."""
+        assert self.start is not None
+        return self.start
 
     @property
     def kind(self) -> RunKind:
@@ -124,24 +133,11 @@ class Draft:
         return self.having(left_out=(*self.left_out, what))
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """What a command is going to do. Roles get their part of `config`; nothing changes it any more.
+class RunPlan(Draft):
+    """A finished draft: what a command is going to do. Nothing changes it any more.
 
-    start: what the run starts from; None for commands that train nothing. roles: those that are started.
-    recipe: the content of recipe.json. notes: lines for the user. draft: all else that was found on the way,
-    from which another plan can be made (`again`).
+    Roles get their part of `config`. Another plan can be made from this one (`again`).
     """
-
-    command: str
-    config: Any
-    start: Start | None
-    model: str
-    roles: tuple[str, ...]
-    recipe: Mapping[str, Any]
-    notes: tuple[str, ...]
-    complete: str | None
-    draft: Draft
 
 
 def always(_draft: Draft) -> bool:
@@ -203,7 +199,7 @@ def again(plan: RunPlan, forgotten: str, table: Sequence[PlanStep], **values: An
         if forget.intersection(step.needs):
             forget.update(step.gives)
     forget -= {"config", "notes"}  # others have given these as well
-    draft = plan.draft.having(known=plan.draft.known - forget, notes=(), **values)
+    draft = plan.having(known=plan.known - forget, notes=(), **values)
     repeated = [step for step in steps if forget.intersection((*step.needs, *step.gives))]
     return _through(draft, repeated)
 
@@ -213,10 +209,7 @@ def _through(draft: Draft, table: Sequence[PlanStep]) -> RunPlan:
     for step in table:
         if draft.command in step.commands and (draft.dry or not draft.complete):
             draft = (_dry if draft.dry else _taken)(step, draft)
-    return RunPlan(
-        draft.command, draft.config, draft.start, draft.model, draft.roles, draft.recipe, draft.notes,
-        draft.complete, draft,
-    )  # fmt: skip
+    return RunPlan(**vars(draft))
 
 
 def _taken(step: PlanStep, draft: Draft) -> Draft:

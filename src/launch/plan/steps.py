@@ -127,14 +127,12 @@ def _start(draft: Draft) -> Draft:
 
 
 def _conflicts(draft: Draft) -> Draft:
-    assert draft.start is not None
-    refuse_conflicts(draft.config, draft.start)
+    refuse_conflicts(draft.config, draft.first)
     return draft
 
 
 def _complete(draft: Draft) -> Draft:
-    config, start = draft.config, draft.start
-    assert start is not None
+    config, start = draft.config, draft.first
     if not is_complete(config, start):
         return draft
     assert start.manifest is not None, "a complete run has a last step"
@@ -231,9 +229,8 @@ def _device_defaults(draft: Draft) -> Draft:
 
 
 def _recipe(draft: Draft) -> Draft:
-    assert draft.start is not None
     asked = draft.checked and draft.checked.recipe
-    return draft.having(recipe=plan_recipe(draft.kind, draft.config, draft.start, asked))
+    return draft.having(recipe=plan_recipe(draft.kind, draft.config, draft.first, asked))
 
 
 def _recipe_if_resumed(draft: Draft) -> Draft:
@@ -277,23 +274,20 @@ def _model(draft: Draft) -> Draft:
     """The policy's folder takes the place of its name."""
     if draft.command == "inference":
         return draft.having(model=resolve_model(draft.config.model))
-    assert draft.start is not None
-    if draft.start.folder:
-        model = str(model_to_serve(draft.start.folder, draft.trainer.lora))
+    if draft.first.folder:
+        model = str(model_to_serve(draft.first.folder, draft.trainer.lora))
     else:
         model = resolve_model(draft.config.model, _cache(draft))
     return draft.having(model=model, config=draft.config.sharing(model=ModelConfig(name=model)))
 
 
 def _trained_models(draft: Draft) -> Draft:
-    assert draft.start is not None
-    return draft.having(config=with_models_beside(draft.kind, draft.config, draft.start, _cache(draft)))
+    return draft.having(config=with_models_beside(draft.kind, draft.config, draft.first, _cache(draft)))
 
 
 def _teachers(draft: Draft) -> Draft:
-    assert draft.start is not None
     recipe: dict[str, Any] = copy.deepcopy(dict(draft.recipe))
-    teachers = Teachers(draft.settled.model, draft.start, draft.kind.flags("trainer"), _cache(draft))
+    teachers = Teachers(draft.settled.model, draft.first, draft.kind.flags("trainer"), _cache(draft))
     sources = teachers.settle(draft.trainer, Path(draft.model), recipe["trainer"])
     return draft.having(config=draft.kind.with_sources(draft.config, sources), recipe=recipe)
 
@@ -344,11 +338,10 @@ def _preflight_of_joined(draft: Draft) -> Draft:
 
 
 def _finished_recipe(draft: Draft) -> Draft:
-    assert draft.start is not None
     ckpt, recipe = draft.config.ckpt, copy.deepcopy(dict(draft.recipe))
     goes_on = ckpt is not None and ckpt.resume == "auto"
     run = draft.config.run_directory()
-    finish_recipe(recipe, Path(draft.model), draft.start, run, goes_on=goes_on)
+    finish_recipe(recipe, Path(draft.model), draft.first, run, goes_on=goes_on)
     return draft.having(recipe=recipe)
 
 

@@ -12,11 +12,10 @@ import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 from cairn.config.inference import InferenceConfig
-from cairn.config.kinds import KINDS, RunConfig, RunKind
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.rl import RLConfig
 from cairn.config.shared import PreemptionConfig, SlurmConfig
 from cairn.run.errors import CairnError, UsageError
@@ -51,7 +50,7 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
     """
     kind, flags = KINDS[command], KINDS[command].flags("trainer")
     _refuse_another_start(config)
-    servers = _server_nodes(kind, config)
+    servers = _server_nodes(config)
     trainers = slurm.nodes - servers
     if trainers < 1:
         raise UsageError(
@@ -75,11 +74,14 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
                 f"--slurm.nodes {slurm.nodes} needs --slurm.gpus-per-node, for one rank on each GPU, or "
                 f"{flags}workers"
             )
+        serving: list[str] = []
+        if servers and isinstance(config, RLConfig):
+            serving = _serving(config, slurm, folder, trainers, contents)
         lines = [
             f"start_seconds={max(START_SECONDS, math.ceil(trainer.ray.start_timeout))}",
             _shell("cluster.sh"),
             'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            *(_serving(cast(RLConfig, config), slurm, folder, trainers, contents) if servers else []),
+            *serving,
             f'start_ray "${{nodes[@]:0:{trainers}}}"',
             f"{lines[0]} "
             f'{flags}ray.address "$address" {flags}workers {workers}'
@@ -145,16 +147,13 @@ def _as_given(settings: RunConfig | InferenceConfig) -> str:
     return settings.model_dump_json(indent=2, exclude={"slurm"}, exclude_unset=True) + "\n"
 
 
-def _server_nodes(kind: RunKind, config: RunConfig) -> int:
+def _server_nodes(config: RunConfig) -> int:
     """How many of the job's nodes run a server and nothing else.
 
     Raises:
         UsageError: a server's address is one of loopback.
     """
-    if "inference" not in kind.roles:
-        return 0
-    config = cast(RLConfig, config)
-    if config.slurm is None or config.slurm.nodes == 1:
+    if not isinstance(config, RLConfig) or config.slurm is None or config.slurm.nodes == 1:
         return 0
     urls = config.orchestrator.inference_url
     if here := [url for url in urls if is_loopback(urlsplit(url).hostname or "")]:

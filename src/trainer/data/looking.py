@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +15,10 @@ from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 from cairn.run.seeds import derive
-from cairn.trainer.data.opening import open_sources
-from cairn.trainer.data.preference_forms import FORMS, Form
+from cairn.trainer.data.preference_forms import Form
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.sources import SFT, Indexed, RecordSource, Use
+from cairn.trainer.data.sources import Indexed, RecordSource, Use
 
 LEARNED_POSITIONS: Mapping[str, int] = {
     "biogpt": 1024,
@@ -270,8 +269,9 @@ def _drawn(source: RecordSource, count: int, seed: int) -> tuple[list[int], str]
 
 
 def look_at_data(
+    sources: Iterable[RecordSource],
     settings: RecordsConfig,
-    form: str | None,
+    use: Use,
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
@@ -282,14 +282,13 @@ def look_at_data(
     """Notices about the data sets of a run.
 
     Args:
-        form: a name in `forms.FORMS`; None: records for sft.
+        sources: the data sets, opened.
+        use: what the records are read for.
 
     Raises:
         UsageError: they can't be trained on.
-        BadRecord: they can't be read.
     """
-    use = SFT if form is None else FORMS[form]
     known = cast("SFTDataConfig | PreferenceDataConfig", settings)
-    for source in open_sources(settings, seed, use).values():
+    for source in sources:
         looking = Looking(known, use, tokenizer, row_length=row_length, limits=limits, ends=ends)
         yield from looking.look(source, seed)
