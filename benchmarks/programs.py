@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import Programs
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.prompts.prompts import Prompts

@@ -5,17 +5,19 @@ import itertools
 import logging
 import statistics
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from cairn.config.teachers import TEACHER_LOGPROBS
 from cairn.orchestrator.advantages import batch_samples, differ, teaches
-from cairn.orchestrator.completion.answering import ByEnvironment
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completion import Completer
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.environments.times import call_metrics
 from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.policy_sync.gpu_turns import Sharing
-from cairn.orchestrator.policy_sync.remade_batches import Remade
+from cairn.orchestrator.policy_sync.resume import Remade
 from cairn.orchestrator.prompts.prompts import Pools, Prompts
 from cairn.orchestrator.prompts.sources import problems_of
 from cairn.orchestrator.rollout_log import rows_of
@@ -40,14 +42,17 @@ class BatchMaker:
     def __init__(
         self,
         state: OrchestratorState,
-        answering: ByEnvironment,
+        completers: Sequence[Completer[Any]],
         sharing: Sharing,
         chat: ChatFormat,
         teachers: ServedTeachers,
     ):
-        """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped."""
+        """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped.
+
+        `completers`: of each environment, in order.
+        """
         self.state = state
-        self.answering = answering
+        self.completers = completers
         self.sharing = sharing
         self.chat = chat
         self.teachers = teachers
@@ -185,7 +190,7 @@ class BatchMaker:
                 group = prompts.issue(served, self.state.shipped.newest.step + 1)
             else:
                 prompts.partial.remove(group)
-            task = asyncio.create_task(self.answering.complete(group))
+            task = asyncio.create_task(self.completers[group.environment].complete(group))
             task.add_done_callback(lambda _: policy.changed.set())
             prompts.answering[group.place] = task, group
 
@@ -214,7 +219,7 @@ class BatchMaker:
         """Have servers score the batch of `step`, write its file, then record the batch in the ledger."""
         state = self.state
         by_group = self._samples([group.learned for group in groups])
-        self._retried = Counter({i: one.take() for i, one in enumerate(self.answering.retrying)})
+        self._retried = Counter({i: one.retrying.take() for i, one in enumerate(self.completers)})
         await self.teachers.score(list(itertools.chain.from_iterable(by_group)))
         batch = self._batch(step, groups, by_group)
         self.remade.check(batch.header.ledger)

@@ -18,8 +18,8 @@ from typing import Any
 from cairn.checkpoint import eval_metrics
 from cairn.config.environment import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.completion.answering import make_answering
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import make_completer
 from cairn.orchestrator.environments import ask, make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.opening import remove
@@ -195,7 +195,7 @@ class Evaluation:
         on_problem: Callable[[], None],
     ) -> list[AnswerGroup]:
         """All problems with their answers; what the ledger has is not asked for again."""
-        answering = make_answering(
+        completer = make_completer(
             self._sampled, self.environment, chat, servers, ledger, frozenset({str(policy)})
         )
         groups = {group.place: group for group in ledger.waiting()}
@@ -209,7 +209,7 @@ class Evaluation:
         async def complete(group: AnswerGroup) -> AnswerGroup:
             if not group.rollouts or any(one.reward is None for one in group.rollouts):
                 async with limit:
-                    group = await answering.complete(group)
+                    group = await completer.complete(group)
             on_problem()
             return group
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.batching import BatchMaker
-from cairn.orchestrator.completion.answering import ByEnvironment, make_answering
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import make_completer
 from cairn.orchestrator.completion.completion import tried_again
 from cairn.orchestrator.evaluation import Evaluations
 from cairn.orchestrator.ledger import LedgerFailed
@@ -61,22 +61,20 @@ class Orchestrator:
         self.state = take_up(config, attempt, sources, servers)
         chat = ChatFormat(policy, template_arguments(self.state.recipe))
         ledger, versions = self.state.ledger, self.state.policy.versions
-        self._answering = ByEnvironment(
-            [
-                make_answering(source.config, source.environment, chat, servers, ledger, versions)
-                for source in sources
-            ]
-        )
+        self._completers = [
+            make_completer(source.config, source.environment, chat, servers, ledger, versions)
+            for source in sources
+        ]
         self.evaluations = Evaluations(self.state, chat)
         sharing = make_sharing(self.state, self.evaluations.due)
         teachers = ServedTeachers(config, chat, scores or {})
-        self.batches = BatchMaker(self.state, self._answering, sharing, chat, teachers)
+        self.batches = BatchMaker(self.state, self._completers, sharing, chat, teachers)
         self.follower = TrainerFollower(self.state, policy, sharing, self.evaluations)
 
     @property
     def doing(self) -> str:
         """What it is doing, for its sign of life: also what is tried again, and why."""
-        failing, oldest = tried_again(self._answering.retrying), noted_calls.oldest()
+        failing, oldest = tried_again([one.retrying for one in self._completers]), noted_calls.oldest()
         found = [SERVING]
         if oldest is not None and oldest[1] >= LONG_CALL:
             found.append(f"{oldest[0]} for {oldest[1]:.0f} s")

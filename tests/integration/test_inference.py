@@ -28,8 +28,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.middleware import MAX_BODY
 from cairn.inference.server import Server, ServerSigns
-from cairn.orchestrator.completion.chat import ChatFormat
-from cairn.orchestrator.completion.stopping import StopWatch
+from cairn.orchestrator.completion.chat import ChatFormat, StopWatch
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan

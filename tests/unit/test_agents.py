@@ -20,7 +20,7 @@ from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import (
     AgentPrograms,
     BadEnvironment,

@@ -11,8 +11,8 @@ from test_programs import RUN, VERSION, Interrupted, Power, complete, digest
 from test_tools import Script, call
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import BadEnvironment, Model, check_environment, make_environment
 from cairn.orchestrator.environments.trl_env_factory import FactoryPrograms
 

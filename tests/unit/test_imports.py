@@ -33,7 +33,6 @@ PLUG_INS = (
     "orchestrator/advantages/",
     "orchestrator/environments/calculator.py",
     "orchestrator/environments/reverse_text.py",
-    "orchestrator/environments/reward_model.py",
     "formats/onnx.py",
     "formats/tensorflow.py",
     "formats/torch_file/plain.py",

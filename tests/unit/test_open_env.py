@@ -18,7 +18,7 @@ from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, Power, complete, digest, runner
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.orchestrator.completion.answering import ProgramRunner
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import (
     BadEnvironment,
     EnvironmentFailed,

@@ -21,8 +21,8 @@ from runs import CONFIGS, DEADLINE, REPOSITORY
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.advantages import to_samples
 from cairn.orchestrator.completion import program_run
-from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import BadEnvironment, Programs, Rewards, check_environment
 from cairn.orchestrator.environments.protocol import in_parts
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun

@@ -8,7 +8,7 @@ import pytest
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.policy_sync.remade_batches import Remade, note_lost
+from cairn.orchestrator.policy_sync.resume import Remade, note_lost
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

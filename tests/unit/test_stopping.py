@@ -18,11 +18,10 @@ from templates import write_chat
 from cairn.config.environment import EvalConfig, MixedEnvironmentConfig, SamplingConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.inference.client import read_generation
-from cairn.orchestrator.completion.answering import ProgramRunner
-from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.chat import ChatFormat, Stopped, StopWatch, shown_text, stopped_at_its_end
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.completion.conversation import Conversation
 from cairn.orchestrator.completion.sampling import Sampler
-from cairn.orchestrator.completion.stopping import Stopped, StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.environments import Programs, SingleTurn
 from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun

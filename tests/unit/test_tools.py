@@ -17,8 +17,8 @@ from test_programs import RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.advantages import to_samples
-from cairn.orchestrator.completion.answering import ProgramRunner
 from cairn.orchestrator.completion.chat import ChatFormat
+from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.environments import (
     BadEnvironment,
     EnvironmentFailed,

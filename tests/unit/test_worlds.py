@@ -20,7 +20,7 @@ from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, dige
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.advantages import to_samples
-from cairn.orchestrator.completion.answering import ANSWERING, ProgramRunner, make_answering
+from cairn.orchestrator.completion.completers import COMPLETERS, ProgramRunner, make_completer
 from cairn.orchestrator.environments import (
     LARGEST_SNAPSHOT,
     BadEnvironment,
@@ -592,9 +592,9 @@ def test_a_snapshot_that_can_not_be_kept_is_a_failure(snapshot: Any, message: st
 def test_the_orchestrator_completes_groups_of_every_kind():
     """Worlds are programs to it, as tools are."""
     for kind in KINDS.values():
-        assert any(base in ANSWERING for base in kind.__mro__), kind
+        assert any(base in COMPLETERS for base in kind.__mro__), kind
     with ask(Walk(), config := OrchestratorConfig()) as asked:
-        made = make_answering(config, asked, CHAT, Servers(), Ledger.__new__(Ledger), frozenset())
+        made = make_completer(config, asked, CHAT, Servers(), Ledger.__new__(Ledger), frozenset())
     assert (type(asked), type(made)) == (WorldPrograms, ProgramRunner)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.completion.chat import ChatFormat
-from cairn.orchestrator.completion.stopping import Stopped, shown_text, shown_tokens
+from cairn.orchestrator.completion.chat import ChatFormat, Stopped, shown_text, shown_tokens
 from cairn.run.conversations import Message
 from cairn.run.errors import UsageError
 

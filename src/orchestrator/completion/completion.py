@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, TypeVar
@@ -14,6 +15,7 @@ from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.environments import AskedEnvironment, EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.protocol import kind_of
 from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import GeneratingServers
 from cairn.run import noted_calls
 from cairn.run.noted_calls import Charge, UserCall
@@ -188,8 +190,8 @@ class PromptRefused(EnvironmentFailed):
         super().__init__(message, passing=False)
 
 
-class Completer(Generic[Asked]):
-    """The base of what completes groups of answers (`Answering`)."""
+class Completer(ABC, Generic[Asked]):
+    """Completes the answers to the prompts of one environment."""
 
     def __init__(
         self,
@@ -214,3 +216,11 @@ class Completer(Generic[Asked]):
         self.versions = versions
         self.retrying = Retrying(config)
         self.pacing = Pacing()
+
+    @abstractmethod
+    async def complete(self, group: AnswerGroup) -> AnswerGroup:
+        """Have the answers of the group that are missing or partial generated and rewarded.
+
+        All that is generated or rewarded is in the ledger before anything is built on it, so that a group
+        that was interrupted is completed without doing any of it again.
+        """

@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cairn.orchestrator.completion.answers import Answer, AnswerParser, PlainText
-from cairn.orchestrator.completion.chat import ChatFormat, unreadable
-from cairn.orchestrator.completion.stopping import Stopped
+from cairn.orchestrator.completion.chat import ChatFormat, Stopped, unreadable
 from cairn.run.conversations import REASONING, Message, NoPrompt, arguments_of, flat, is_plain
 
 # Digests of conversations, by which a conversation that goes on is recognised.

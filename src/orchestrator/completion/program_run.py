@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from cairn.orchestrator.completion.answers import AnswerParser
+from cairn.orchestrator.completion.chat import StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.completion.completion import Completer, PromptRefused
 from cairn.orchestrator.completion.conversation import Conversation, TokenContext, Tokens
-from cairn.orchestrator.completion.stopping import StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.environments import (
     MALFORMED_CALLS,
     EnvironmentFailed,
@@ -39,8 +39,65 @@ LAST_SECONDS = 5.0
 """How long a program that was cancelled is waited for."""
 
 
+class Deadline(AbstractContextManager[None]):
+    """Until when a program must have gone on. In its context, time stands still.
+
+    The context is entered while the program waits for the model, which has a deadline of its own, or for a
+    free thread. It is no generator: one that is left behind would be resumed when it is collected, and then
+    there may be no event loop any more.
+    """
+
+    def __init__(self, seconds: float):
+        self.timeout = asyncio.timeout(None)
+        self._seconds = seconds
+        self._paused = 0
+        self._ended = False
+
+    def restart(self) -> None:
+        """The program has come further: its time begins anew."""
+        if self._paused == 0:
+            self._move(asyncio.get_running_loop().time() + self._seconds)
+
+    def pause(self) -> None:
+        """Time stands still until `unpause` was called as often."""
+        self._paused += 1
+        self._move(None)
+
+    def unpause(self) -> None:
+        """The opposite of `pause`."""
+        self._paused -= 1
+        self.restart()
+
+    def end(self) -> None:
+        """The run is over, though the program may still unpause, as when its world is closed late."""
+        self._ended = True
+
+    def _move(self, time: float | None) -> None:
+        if not self._ended and not self.timeout.expired():
+            self.timeout.reschedule(time)
+
+    def __enter__(self) -> None:
+        self.pause()
+
+    def __exit__(self, *raised: object) -> None:
+        self.unpause()
+
+
 class ProgramRun:
-    """One program from its start to its end."""
+    """One program from its start to its end: a state machine, driven by the calls that the program makes.
+
+    Calls are numbered in the order in which the program begins them. What a call does in each state:
+
+    replaying: the ledger has calls of an earlier start (`_recorded`). A call is answered by the one that is
+        recorded under its number, if that asks for the same.
+    diverged: a call asks for something else. What is recorded from its number on is forgotten.
+    going on: nothing is recorded under the call's number. It is made, and recorded before it is answered.
+    skipped (`_skipped`): `skip_to` took all recorded calls up to a name. The model can't be asked any more,
+        because `_conversation` does not know the skipped turns.
+    failed (`_failure`): the model can't answer. The run ends, whatever the program makes of the exception.
+    ended (`_ended`): the program has returned or raised, or passed its deadline. A call raises
+        CancelledError, and nothing changes what the ledger says of the rollout.
+    """
 
     def __init__(self, runner: Completer[Programs], parser: AnswerParser, group: AnswerGroup, sample: int):
         self.runner = runner
@@ -60,12 +117,9 @@ class ProgramRun:
         """What the model is being asked."""
         self._conversation = Conversation(runner.chat, self._branch, parser)
         self._last: Reply | None = None
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails if the run can't go on, whatever the program makes of it."""
-        self._deadline = asyncio.timeout(None)
-        self._paused = 0
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.deadline = Deadline(runner.config.reward_timeout)
         self._skipped = False
-        """The program goes on behind turns that `_conversation` does not know."""
         self._ended = False
         self._too_long: int | None = None
         """Tokens of the first conversation that left no room for an answer."""
@@ -84,11 +138,11 @@ class ProgramRun:
         whose = f"environment {environment.name!r}: {self.about}"
         program = asyncio.ensure_future(environment.start(self.group.problem, model))
         try:
-            async with self._deadline:
-                self.go_on()
-                await asyncio.wait({program, self._over}, return_when=asyncio.FIRST_COMPLETED)
-            if self._over.done():
-                self._over.result()
+            async with self.deadline.timeout:
+                self.deadline.restart()
+                await asyncio.wait({program, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
             found = program.result()
         except TimeoutError:
             blocked = ""
@@ -129,11 +183,12 @@ class ProgramRun:
     async def _end(self, program: "asyncio.Future[Any]") -> None:
         """Wait until nothing of the program runs any more."""
         self._ended = True
+        self.deadline.end()
         program.cancel()
         for asked in self._generating:  # a program may end without waiting for all that it has asked
             asked.cancel()
         await asyncio.wait({program, *self._generating}, timeout=LAST_SECONDS)
-        for future in (self._over, program):
+        for future in (self._failure, program):
             if not future.done():
                 future.cancel()
             elif not future.cancelled():
@@ -154,32 +209,6 @@ class ProgramRun:
         rollout.reward, rollout.parts, rollout.failed = reward, parts, None
         rollout.note_seconds()
         ledger.finish(place, self.sample, rollout, self._answered)
-
-    # Time
-
-    def go_on(self) -> None:
-        """The program has come further: its time begins anew."""
-        if self._paused == 0:
-            self._end_at(asyncio.get_running_loop().time() + self.runner.config.reward_timeout)
-
-    def _end_at(self, time: float | None) -> None:
-        """Move the deadline, unless it has passed or the run is over, as when its world is closed late."""
-        if not self._ended and not self._deadline.expired():
-            self._deadline.reschedule(time)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """The program waits for the model, which has a deadline of its own, or for a free thread."""
-        return _Waiting(self)
-
-    def stand_still(self) -> None:
-        """The program's time stands still until `move_on` was called as often."""
-        self._paused += 1
-        self._end_at(None)
-
-    def move_on(self) -> None:
-        """The opposite of `stand_still`."""
-        self._paused -= 1
-        self.go_on()
 
     # Calls
 
@@ -221,7 +250,7 @@ class ProgramRun:
         for turn in turns[-1:]:
             text, end = self.runner.chat.text(turn.token_ids), turn.finish_reason or ""
             self._last = Reply(text, tuple(turn.token_ids), end, {}, 0)
-        self.go_on()
+        self.deadline.restart()
         return found
 
     def _known_turn(self, number: int, request: str) -> Turn | None:
@@ -272,7 +301,7 @@ class ProgramRun:
         task.add_done_callback(self._generating.discard)
         if tools and self.runner.config.tool_parser is None:
             self._give_up(no_tool_parser(self.runner.environment.name))
-        with self.waiting():
+        with self.deadline:
             await self.runner.pacing.turn()
         context = self._conversation.next(messages, tools)
         longest = self._longest(context, max_tokens)
@@ -285,7 +314,7 @@ class ProgramRun:
             appended = array("i", context.appended.astype("i").tobytes())
             turn = Turn(number, request, context.branch, context.kept, appended)
         sampled = turn.finish_reason is None
-        with self.waiting():
+        with self.deadline:
             try:
                 watch = StopWatch(self.runner.chat, strings)
                 watch.feed(turn.token_ids)
@@ -315,14 +344,14 @@ class ProgramRun:
     ) -> int:
         """Answer `Model.count_tokens`."""
         self._check_going_on()
-        with self.waiting():
+        with self.deadline:
             await self.runner.pacing.turn()
         return len(self.runner.chat.prompt(messages, tools))
 
     def _give_up(self, error: BaseException) -> NoReturn:
         """Raise an error that ends the run, whatever the program makes of it."""
-        if not self._over.done():
-            self._over.set_exception(error)
+        if not self._failure.done():
+            self._failure.set_exception(error)
         raise error
 
     def _longest(self, context: TokenContext, max_tokens: int | None) -> int:
@@ -388,7 +417,7 @@ class ProgramRun:
         if number is not None:
             self._diverge_at(number)
         try:
-            return await self.runner.environment.answer(call, self.waiting())
+            return await self.runner.environment.answer(call, self.deadline)
         except Raised as raised:
             raise raised.error from None
 
@@ -399,7 +428,7 @@ class ProgramRun:
         self.runner.ledger.record_call(self.group.place, self.sample, call, snapshot)
         fault_point("orchestrator.call")
         self._count_answered()
-        self.go_on()
+        self.deadline.restart()
 
     async def newest_snapshot(self) -> Snapshot | None:
         """Answer `Model.snapshot`."""
@@ -408,23 +437,6 @@ class ProgramRun:
             return None
         _, after, content = found
         return Snapshot(after, json.loads(content) if isinstance(content, str) else content)
-
-
-class _Waiting(AbstractContextManager[None]):
-    """A run's time stands still in it.
-
-    No generator: one that is left behind would call `move_on` when it is collected, and then there may be no
-    event loop any more.
-    """
-
-    def __init__(self, run: ProgramRun):
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._run.stand_still()
-
-    def __exit__(self, *raised: object) -> None:
-        self._run.move_on()
 
 
 def request_digest(

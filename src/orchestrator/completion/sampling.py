@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from cairn.orchestrator.completion.chat import StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.completion.completion import Completer, PromptRefused
-from cairn.orchestrator.completion.stopping import StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.protocol import ANSWER, UNSCORED
