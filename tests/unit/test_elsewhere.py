@@ -19,9 +19,9 @@ from test_programs import complete, digest, runner
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.orchestrator.environments import (
-    AskedElsewhere,
     BadEnvironment,
     EnvironmentFailed,
+    SingleTurn,
     ask,
     check_environment,
     make_environment,
@@ -43,15 +43,13 @@ def configuration(environment: str, further: dict[str, Any] | None = None, **arg
     return EnvironmentConfig(name="process", args=about)
 
 
-def asked(
-    settings: EnvironmentConfig, job: Callable[[AskedElsewhere], Coroutine], timeout: float = 120
-) -> Any:
+def asked(settings: EnvironmentConfig, job: Callable[[SingleTurn], Coroutine], timeout: float = 120) -> Any:
     """What `job` comes to with calls of a single-turn environment."""
     config = OrchestratorConfig(environment=settings, reward_timeout=timeout)
 
     async def run() -> Any:
         with ask(make_environment(settings), config) as calls:
-            assert isinstance(calls, AskedElsewhere)
+            assert isinstance(calls, SingleTurn)
             return await job(calls)
 
     return asyncio.run(run())
@@ -71,14 +69,14 @@ def gone(pid: PID) -> None:
         time.sleep(0.01)
 
 
-async def process_of(calls: AskedElsewhere) -> PID:
+async def process_of(calls: SingleTurn) -> PID:
     """The process that an environment is in."""
     (message,) = await calls.messages(0)
     return int(message["content"].split()[-1])
 
 
 def test_an_environment_that_prints_answers_from_its_own_process():
-    async def job(calls: AskedElsewhere) -> None:
+    async def job(calls: SingleTurn) -> None:
         assert calls.problems == 3
         assert str(calls.identity).startswith("code ")
         assert await process_of(calls) != os.getpid()
@@ -98,7 +96,7 @@ def test_an_environment_that_prints_answers_from_its_own_process():
     ],
 )
 def test_failures_have_reasons_and_the_next_call_is_answered(answer: str, why: str):
-    async def job(calls: AskedElsewhere) -> None:
+    async def job(calls: SingleTurn) -> None:
         with pytest.raises(EnvironmentFailed, match="environment 'process': ") as failed:
             await calls.reward(1, answer)
         assert why in str(failed.value)
@@ -134,7 +132,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(
             time.sleep(0.01)
         loop_clock.add(1)
 
-    async def job(calls: AskedElsewhere) -> None:
+    async def job(calls: SingleTurn) -> None:
         pid = await process_of(calls)
         calls.calls.timeout = 0.1
         passing = asyncio.create_task(asyncio.to_thread(let_the_deadline_pass))
@@ -153,7 +151,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(
 def test_a_process_that_is_killed_is_asked_nothing_more(monkeypatch: pytest.MonkeyPatch):
     """Its threads may take a while to end, and until then it would take requests."""
 
-    async def job(calls: AskedElsewhere) -> None:
+    async def job(calls: SingleTurn) -> None:
         pid = await process_of(calls)
         with monkeypatch.context() as patched:
             patched.setattr(os, "killpg", lambda group, number: None)
@@ -171,7 +169,7 @@ def test_a_process_that_can_not_be_started_again_is_a_failure_like_others(tmp_pa
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
 
-    async def job(calls: AskedElsewhere) -> None:
+    async def job(calls: SingleTurn) -> None:
         with pytest.raises(EnvironmentFailed):
             await calls.reward(1, "die")
         python.rename(tmp_path / "away")
@@ -184,7 +182,7 @@ def test_a_process_that_can_not_be_started_again_is_a_failure_like_others(tmp_pa
 
 
 def test_processes_share_the_work_and_functions_run_one_at_a_time(tmp_path: Path):
-    async def job(calls: AskedElsewhere) -> set[PID]:
+    async def job(calls: SingleTurn) -> set[PID]:
         await asyncio.gather(*(calls.reward(0, "count") for _ in range(12)))
         return {await pid for pid in asyncio.as_completed([process_of(calls) for _ in range(4)])}
 
@@ -194,7 +192,7 @@ def test_processes_share_the_work_and_functions_run_one_at_a_time(tmp_path: Path
 
 
 def test_coroutines_of_one_process_run_together():
-    async def job(calls: AskedElsewhere) -> list[Any]:
+    async def job(calls: SingleTurn) -> list[Any]:
         return await asyncio.gather(*(calls.reward(0, "") for _ in range(3)))
 
     found = asked(configuration("Waiting", {"at_once": 3}, together=3), job)

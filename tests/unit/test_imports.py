@@ -45,9 +45,6 @@ ENTRIES = {
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",
     "launch/slurm/wait_for_nodes.py",
-    "orchestrator/environments/worker/worker_tools.py",
-    "orchestrator/environments/worker/worker_values.py",
-    "orchestrator/environments/worker/worker_worlds.py",
 }
 """Programs, and what another program names by its path."""
 MOST_SHORT = 18

@@ -15,7 +15,6 @@ from cairn.orchestrator.completion.completion import Completer
 from cairn.orchestrator.completion.program_run import ProgramRun
 from cairn.orchestrator.completion.sampling import GroupSampler, Sampler
 from cairn.orchestrator.environments import (
-    AskedElsewhere,
     AskedEnvironment,
     GroupRewarded,
     Programs,
@@ -180,7 +179,6 @@ class ProgramRunner(Completer[Programs]):
 
 COMPLETERS: dict[type[AskedEnvironment], type[Completer[Any]]] = {
     SingleTurn: Sampler,
-    AskedElsewhere: Sampler,
     GroupRewarded: GroupSampler,
     Programs: ProgramRunner,
 }

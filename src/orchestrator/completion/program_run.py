@@ -39,7 +39,7 @@ LAST_SECONDS = 5.0
 """How long a program that was cancelled is waited for."""
 
 
-class Deadline(AbstractContextManager[None]):
+class ProgramDeadline(AbstractContextManager[None]):
     """Until when a program must have gone on. In its context, time stands still.
 
     The context is entered while the program waits for the model, which has a deadline of its own, or for a
@@ -118,7 +118,7 @@ class ProgramRun:
         self._conversation = Conversation(runner.chat, self._branch, parser)
         self._last: Reply | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.deadline = Deadline(runner.config.reward_timeout)
+        self.deadline = ProgramDeadline(runner.config.reward_timeout)
         self._skipped = False
         self._ended = False
         self._too_long: int | None = None

@@ -29,7 +29,6 @@ from cairn.orchestrator.environments.registry import (
 )
 from cairn.orchestrator.environments.reverse_text import ReverseText, longest_common_subsequence
 from cairn.orchestrator.environments.single_turn import GroupEnvironment, GroupRewarded, SingleTurn
-from cairn.orchestrator.environments.subprocess_env import AskedElsewhere
 from cairn.orchestrator.environments.tools import ToolEnvironment, ToolPrograms
 from cairn.orchestrator.environments.worlds import WorldEnvironment, WorldPrograms
 
@@ -39,7 +38,6 @@ __all__ = [
     "LARGEST_SNAPSHOT",
     "MALFORMED_CALLS",
     "AgentPrograms",
-    "AskedElsewhere",
     "AskedEnvironment",
     "BadEnvironment",
     "Environment",

@@ -188,11 +188,9 @@ class AgentPrograms(Programs):
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `record`, and what `Agent` has."""
         return wrong_with_methods(environment, {"record": ("problem",)})
 
     async def lacks(self) -> str | None:
-        """The agent's program."""
         program, path = self.environment.agent_command[0], self.environment.variables.get("PATH")
         if program in PLACEHOLDERS or shutil.which(program, path=path):
             return None
@@ -201,11 +199,9 @@ class AgentPrograms(Programs):
         return f"args.command begins with {program!r}, and there is no such program on the PATH"
 
     async def shown(self, problem: int) -> Any:
-        """Its record."""
         return await self.calls.call(self.environment.record, f"record({problem})", problem)
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
-        """As in `Programs`, of the agent's work."""
         return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     def close(self) -> None:

@@ -99,7 +99,6 @@ class Programs(AskedEnvironment):
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `rollout`, a coroutine."""
         if wrong := wrong_with_methods(environment, {"rollout": ("problem", "model")}):
             return wrong
         if not inspect.iscoroutinefunction(environment.rollout):

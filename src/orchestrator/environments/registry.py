@@ -15,12 +15,7 @@ from cairn.orchestrator.environments.protocol import BadEnvironment, Environment
 from cairn.orchestrator.environments.reasoning_tasks import ReasoningGym
 from cairn.orchestrator.environments.reverse_text import ReverseText
 from cairn.orchestrator.environments.single_turn import GroupRewarded, SingleTurn
-from cairn.orchestrator.environments.subprocess_env import (
-    AskedElsewhere,
-    AskedGroupsElsewhere,
-    process_environment,
-    verifiers,
-)
+from cairn.orchestrator.environments.subprocess_env import process_environment, verifiers
 from cairn.orchestrator.environments.tools import ToolPrograms
 from cairn.orchestrator.environments.trl_env_factory import FactoryPrograms
 from cairn.orchestrator.environments.worlds import WorldPrograms
@@ -43,8 +38,6 @@ KINDS: dict[str, type[AskedEnvironment]] = {
     "rollout": Programs,
     "environment_factory": FactoryPrograms,
     "tools": ToolPrograms,
-    "groups_at_once": AskedGroupsElsewhere,
-    "at_once": AskedElsewhere,
     "agent_command": AgentPrograms,
     "rewards": GroupRewarded,
     "reward": SingleTurn,

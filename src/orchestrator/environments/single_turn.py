@@ -3,7 +3,13 @@
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.orchestrator.environments.calls import AskedEnvironment, shortened, wrong_with_methods
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.environments.calls import (
+    AskedEnvironment,
+    AwaitedCalls,
+    shortened,
+    wrong_with_methods,
+)
 from cairn.orchestrator.environments.protocol import (
     ANSWER,
     EnvironmentFailed,
@@ -16,16 +22,23 @@ from cairn.orchestrator.environments.protocol import (
 
 
 class SingleTurn(AskedEnvironment):
-    """Asks an environment for conversations and rewards, and checks what it returns."""
+    """Asks an environment for conversations and rewards, and checks what it returns.
+
+    A call's deadline begins when a thread is free for it; in an environment that has processes of its own
+    (`calls_at_once`), when one of these works on it.
+    """
+
+    def __init__(self, environment: Any, config: OrchestratorConfig):
+        super().__init__(environment, config)
+        if at_once := getattr(environment, "calls_at_once", None):
+            self.calls = AwaitedCalls(self.calls.whose, at_once, config.reward_timeout)
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `messages` and `reward`."""
         methods = {"messages": ("problem",), "reward": ("problem", "answer")}
         return wrong_with_methods(environment, methods)
 
     async def shown(self, problem: int) -> list[Mapping[str, Any]]:
-        """Its conversation."""
         return await self.messages(problem)
 
     async def messages(self, problem: int) -> list[Mapping[str, Any]]:
@@ -130,7 +143,6 @@ class GroupRewarded(SingleTurn):
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `messages` and `rewards`."""
         return wrong_with_methods(environment, {"messages": ("problem",), "rewards": ("problem", "answers")})
 
     async def rewards(

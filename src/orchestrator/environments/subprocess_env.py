@@ -1,7 +1,6 @@
 """Environments in processes of their own, with an interpreter and packages of their own."""
 
 import asyncio
-import base64
 import inspect
 import itertools
 import json
@@ -14,15 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments.calls import MAX_TURNS, AwaitedCalls
+from cairn.orchestrator.environments.calls import MAX_TURNS
 from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Rewards
-from cairn.orchestrator.environments.single_turn import GroupRewarded, SingleTurn
+from cairn.orchestrator.environments.worker.worker import decoded, encoded
 from cairn.orchestrator.environments.worker_process import WorkerProcess, Workers
 
 
-class Elsewhere:
+class SubprocessEnvironment:
     """An environment in other processes, which end when nothing refers to it any more, or with this one."""
 
     def __init__(self, workers: Workers):
@@ -39,7 +37,7 @@ class Elsewhere:
         return await process.ask({"type": "call", "method": method, "arguments": arguments})
 
 
-class QuestionsElsewhere(Elsewhere):
+class SubprocessQuestions(SubprocessEnvironment):
     """One with `messages`."""
 
     async def messages(self, problem: int) -> Any:
@@ -47,16 +45,16 @@ class QuestionsElsewhere(Elsewhere):
         return (await self._call("messages", problem))["value"]
 
 
-class GroupsElsewhere(QuestionsElsewhere):
+class SubprocessGroups(SubprocessQuestions):
     """One with `messages` and `rewards`.
 
     Args:
-        groups_at_once: number of calls that all processes together work on at the same time.
+        calls_at_once: number of calls that all processes together work on at the same time.
     """
 
-    def __init__(self, workers: Workers, groups_at_once: int):
+    def __init__(self, workers: Workers, calls_at_once: int):
         super().__init__(workers)
-        self.groups_at_once = groups_at_once
+        self.calls_at_once = calls_at_once
 
     async def rewards(self, problem: int, answers: Sequence[str]) -> Any:
         """How good each of the answers is."""
@@ -64,41 +62,23 @@ class GroupsElsewhere(QuestionsElsewhere):
         return [reward_of(one) for one in found["each"]] if "each" in found else found["value"]
 
 
-class SingleTurnElsewhere(QuestionsElsewhere):
+class SubprocessSingleTurn(SubprocessQuestions):
     """One with `messages` and `reward`.
 
     Args:
-        at_once: number of calls that all processes together work on at the same time.
+        calls_at_once: number of calls that all processes together work on at the same time.
     """
 
-    def __init__(self, workers: Workers, at_once: int):
+    def __init__(self, workers: Workers, calls_at_once: int):
         super().__init__(workers)
-        self.at_once = at_once
+        self.calls_at_once = calls_at_once
 
     async def reward(self, problem: int, answer: str) -> Any:
         """How good `answer` is."""
         return reward_of(await self._call("reward", problem, answer))
 
 
-class AskedElsewhere(SingleTurn):
-    """Asks an environment in processes of its own: a call's deadline begins when a process works on it."""
-
-    def __init__(self, environment: SingleTurnElsewhere, config: OrchestratorConfig):
-        super().__init__(environment, config)
-        self.calls.close()
-        self.calls = AwaitedCalls(self.calls.whose, environment.at_once, config.reward_timeout)
-
-
-class AskedGroupsElsewhere(GroupRewarded):
-    """The same of one that rewards the answers to a problem together."""
-
-    def __init__(self, environment: GroupsElsewhere, config: OrchestratorConfig):
-        super().__init__(environment, config)
-        self.calls.close()
-        self.calls = AwaitedCalls(self.calls.whose, environment.groups_at_once, config.reward_timeout)
-
-
-class ProgramElsewhere(Elsewhere):
+class SubprocessProgram(SubprocessEnvironment):
     """One with `rollout`: what its program asks of the model goes through the ledger of this process."""
 
     async def rollout(self, problem: int, model: Model) -> Any:
@@ -181,7 +161,7 @@ class _Asking:
             return await self._results[number]
 
         async def snapshot() -> Any:
-            return state_of(self._snapshots.pop(number))
+            return decoded(self._snapshots.pop(number))
 
         try:
             found = await self._model.once(
@@ -203,7 +183,7 @@ class _Asking:
 
     async def _snapshot(self, message: dict[str, Any]) -> None:
         found = await self._model.snapshot()
-        self._say(message["call"], found and {"after": found.after, "value": to_send(found.value)})
+        self._say(message["call"], found and {"after": found.after, "value": encoded(found.value)})
 
     def _say(self, call: int, result: Any = None, error: Exception | None = None) -> None:
         said = {"result": result} if error is None else {"error": str(error), "kind": type(error).__name__}
@@ -217,16 +197,6 @@ class _Failed(Exception):
 def reward_of(result: Mapping[str, Any]) -> Any:
     """A reward, as the process has sent it."""
     return result["value"] if result["weights"] is None else Rewards(result["value"], result["weights"])
-
-
-def state_of(sent: Mapping[str, Any]) -> Any:
-    """A snapshot, as a process has sent it."""
-    return base64.b64decode(sent["bytes"]) if "bytes" in sent else sent["json"]
-
-
-def to_send(state: Any) -> dict[str, Any]:
-    """A snapshot, as a process reads it."""
-    return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
 
 
 # Environments with tools and with worlds in processes of their own.
@@ -249,17 +219,13 @@ LEFT_OUT = object()
 """The default of an argument, which only the process knows."""
 
 
-class ToolsElsewhere(Elsewhere):
+class SubprocessTools(SubprocessQuestions):
     """One with `tools`, `messages` and `reward`."""
 
     def __init__(self, workers: Workers):
         super().__init__(workers)
         self.max_turns: int = workers.about.get("max_turns", MAX_TURNS)
         self.tools = [self._tool(**about) for about in workers.about["tools"]]
-
-    async def messages(self, problem: int) -> Any:
-        """The conversation that asks problem number `problem`."""
-        return (await self._call("messages", problem))["value"]
 
     async def reward(self, problem: int, answer: str, messages: Sequence[Mapping[str, Any]]) -> Any:
         """How good a rollout is."""
@@ -296,7 +262,7 @@ class ToolsElsewhere(Elsewhere):
 
 
 def _type(described: str | Sequence[Any]) -> Any:
-    """The type that a process has described (`worker_tools.type_of`)."""
+    """The type that a process has described (`worker.type_of`)."""
     if isinstance(described, str):
         return TYPES[described]
     name, *arguments = described
@@ -320,7 +286,7 @@ class World:
         return await self.process.ask(message)
 
 
-class WorldElsewhere(Elsewhere):
+class SubprocessWorld(SubprocessEnvironment):
     """One with `start` and `step`; of the optional methods it has those that it has in the process."""
 
     _numbers = itertools.count()
@@ -351,11 +317,11 @@ class WorldElsewhere(Elsewhere):
         return (await self._call("messages", problem))["value"]
 
     async def _snapshot(self, world: World) -> Any:
-        return state_of(await world.do("snapshot"))
+        return decoded(await world.do("snapshot"))
 
     async def _restore(self, problem: int, seed: int, snapshot: Any) -> World:
         world = World(await self._workers.any(), next(self._numbers))
-        await world.do("restore", problem, seed, to_send(snapshot))
+        await world.do("restore", problem, seed, encoded(snapshot))
         return world
 
 
@@ -374,7 +340,7 @@ def process_environment(
     processes: int = 1,
     at_once: int = 1,
     start_timeout: float = 600.0,
-) -> Elsewhere:
+) -> SubprocessEnvironment:
     """An environment in processes of its own.
 
     Args:
@@ -406,16 +372,16 @@ def process_environment(
     except EnvironmentFailed as error:
         raise ValueError(f"{environment} can't be made in its own process: {error}") from error
     if workers.about["kind"] == "single_turn":
-        return SingleTurnElsewhere(workers, processes * at_once)
+        return SubprocessSingleTurn(workers, processes * at_once)
     if workers.about["kind"] == "groups":
-        return GroupsElsewhere(workers, processes * at_once)
+        return SubprocessGroups(workers, processes * at_once)
     return KINDS[workers.about["kind"]](workers)
 
 
-KINDS: dict[str, type[Elsewhere]] = {
-    "program": ProgramElsewhere,
-    "tools": ToolsElsewhere,
-    "world": WorldElsewhere,
+KINDS: dict[str, type[SubprocessEnvironment]] = {
+    "program": SubprocessProgram,
+    "tools": SubprocessTools,
+    "world": SubprocessWorld,
 }
 
 
@@ -449,7 +415,7 @@ def verifiers(
     packages: Sequence[str] = (),
     version: str = VERIFIERS,
     **process: Any,
-) -> Elsewhere:
+) -> SubprocessEnvironment:
     """The tasks of a taskset for verifiers (v1), whose model calls are the orchestrator's.
 
     Each task is a problem: one question, one answer, which the task's rewards, metrics and judges score.

@@ -125,7 +125,6 @@ class ToolPrograms(Programs):
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `messages`, `reward`, and functions of different names with schemas."""
         methods = {"messages": ("problem",)}
         if wrong := wrong_with_methods(environment, methods):
             return wrong
@@ -144,15 +143,12 @@ class ToolPrograms(Programs):
         return wrong_with_turns(environment)
 
     async def lacks(self) -> str | None:
-        """A parser of tool calls."""
         return None if self._reads_calls else str(no_tool_parser(self.name))
 
     async def shown(self, problem: int) -> dict[str, Any]:
-        """Its conversation, and the tools."""
         return {"messages": await messages_of(self, problem), "tools": self.schemas}
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
-        """As in `Programs`, of the loop."""
         return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     async def rollout(self, problem: int, model: Model) -> Rewards:

@@ -88,7 +88,6 @@ class WorldPrograms(Programs):
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
-        """It has `start` and `step`, and of the optional methods those that belong together."""
         methods = {"start": ("problem", "seed"), "step": ("world", "answer")}
         optional = {
             "messages": ("problem",),
@@ -113,7 +112,6 @@ class WorldPrograms(Programs):
         return found
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
-        """As in `Programs`, of the loop."""
         return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     async def rollout(self, problem: int, model: Model) -> Rewards:

@@ -32,7 +32,6 @@ class Learn:
         return group
 
     def masks(self, rollout: Rollout) -> bool:
-        """Never."""
         return False
 
 
@@ -40,7 +39,6 @@ class Mask(Learn):
     """Nothing is learned from those that are cut off. Source: DAPO, arXiv:2503.14476, section 3.4."""
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether it is cut off."""
         return rollout.finish_reason == "length"
 
 
@@ -55,7 +53,6 @@ class Shape(Learn):
         self.limit, self.buffer, self.penalty = limit, buffer, penalty
 
     def compared(self, group: AnswerGroup) -> AnswerGroup:
-        """With shaped rewards."""
         shaped = [
             replace(rollout, reward=reward - self.loss(rollout))
             for rollout, reward in zip(group.rollouts, group.rewards, strict=True)

@@ -29,5 +29,4 @@ class BradleyTerry(PairLoss):
         return answers.logps
 
     def shown(self, chosen: Answers, rejected: Answers) -> Mapping[str, torch.Tensor]:
-        """Nothing but rewards."""
         return {}

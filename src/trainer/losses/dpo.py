@@ -22,5 +22,4 @@ class DPO(PairLoss):
         return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """Beta times the log-ratio."""
         return self.beta * answers.ratio

@@ -19,5 +19,4 @@ class IPO(PairLoss):
         return (difference - 1 / (2 * self.beta)) ** 2
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """Beta times the log-ratio."""
         return self.beta * answers.ratio

@@ -24,5 +24,4 @@ class KTO(ExampleLoss):
         return weights * torch.sigmoid(-self.beta * better)
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """Beta times the log-ratio."""
         return self.beta * answers.ratio

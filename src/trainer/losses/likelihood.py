@@ -7,5 +7,4 @@ class Likelihood(Loss):
     """-log p of each learned token."""
 
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The micro-batch's sum."""
         return LossSums(-(inputs.logprobs * inputs.mask).sum())

@@ -25,7 +25,6 @@ class ORPO(PairLoss):
         return -chosen.mean - self.beta * logsigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """Beta times the mean logprob."""
         return self.beta * answers.mean
 
 

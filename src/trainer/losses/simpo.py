@@ -22,5 +22,4 @@ class SimPO(PairLoss):
         return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """Beta times the mean logprob."""
         return self.beta * answers.mean

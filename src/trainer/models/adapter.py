@@ -103,7 +103,6 @@ class Adapter(Trained):
         self._base = replace(found, lora=self.config.shape)
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
-        """The adapter's tensors."""
         return self.saved()
 
     def saved(self) -> Mapping[str, Stored]:
@@ -218,7 +217,6 @@ class SentAdapter(Adapter):
     served_stem = "adapter_model"
 
     def served(self) -> Mapping[str, Stored]:
-        """The adapter."""
         return self.saved()
 
     def served_as(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
@@ -226,7 +224,6 @@ class SentAdapter(Adapter):
         return {}
 
     def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
-        """Its configuration and the record of its base."""
         return self.beside()
 
 

@@ -150,15 +150,12 @@ class ValuedModel(Trained):
             raise UsageError(f"the model can't begin as {folder}: {error}") from None
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
-        """All of it, as a checkpoint holds it."""
         return self.saved()
 
     def saved(self) -> Mapping[str, Stored]:
-        """All of it, by the hub's names."""
         return at_places(self._tensors(), self._layout.places)
 
     def constant(self) -> Collection[str]:
-        """Nothing: all of it is trained."""
         return ()
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -106,7 +106,6 @@ class FileTransport(Transport):
         self._outlet = Outlet(copies_from(tensor.device for tensor in served.tensors().values()))
 
     def take(self, step: int, *, last: bool) -> Filling:
-        """The weights."""
         served = self.served
         outgoing = OutgoingTensors(
             served.tensors(), served.stem, self._outlet, rank=self.group.rank, dtypes=served.dtypes
@@ -128,7 +127,6 @@ class _Files(Filling):
         self._checked = served.checked
 
     def begin(self, folder: Path) -> None:
-        """Make the files."""
         others = [path for path in folder.glob("*.safetensors*") if not path.name.startswith(self._stem)]
         for path in (folder / WEIGHT_SOURCE, *(folder / name for name in OF_ADAPTERS), *others):
             path.unlink(missing_ok=True)
@@ -188,7 +186,6 @@ class NetworkTransport(Transport):
         )
 
     def close(self) -> None:
-        """Stop answering servers."""
         self._sender.close()
         self._files.close()
 
@@ -200,7 +197,6 @@ class _Addresses(Filling):
         self._source = source
 
     def begin(self, folder: Path) -> None:
-        """Write the ranks' addresses."""
         self._source.write(folder)
 
 

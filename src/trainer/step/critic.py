@@ -68,7 +68,6 @@ class CriticLearner(Learner):
             state.scorer.rows = ALONE  # both are trained on the same rows, and these suit every model
 
     def normaliser(self, counts: BatchCounts) -> float:
-        """The number of learned tokens."""
         return max(counts.learned, 1)
 
     def sums(self, micro: MicroBatch, temperature: float) -> LossSums:

@@ -89,7 +89,6 @@ class PolicyLearner(Learner):
     def added_to(
         self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
     ) -> torch.Tensor:
-        """With the balance of the experts."""
         return self._state.balance.added_to(loss, sums, micro, counts, ranks)
 
 

@@ -174,7 +174,6 @@ class Reward(DPOTask):
 
     @classmethod
     def policy(cls, config: RewardConfig, folder: Path, group: RankGroup) -> Trained:
-        """The reward model."""
         return RewardModel(folder, config, group)
 
     def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:

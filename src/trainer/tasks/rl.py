@@ -76,7 +76,6 @@ class RL(Task):
     def models(
         cls, config: TrainerConfig, folder: Path, group: RankGroup, resume_from: Path | None
     ) -> dict[str, Trained]:
-        """The critic, if there is one."""
         return {CRITIC: make_critic(folder, config, group, resume_from)} if config.critic else {}
 
     def next_batch(self, step: int) -> Batch | None:
@@ -112,7 +111,6 @@ class RL(Task):
         return self._replay.earlier(step)
 
     def before_update(self) -> None:
-        """Wait until the weights are written, and no server reads them from memory."""
         self._publisher.before_update()
 
     def after_step(self, step: int, decision: Decision) -> None:
@@ -128,7 +126,6 @@ class RL(Task):
         self._publisher.announce_end(step, save=save and self._training_state)
 
     def close(self) -> None:
-        """Servers get nothing from this process any more."""
         self._publisher.close()
 
 

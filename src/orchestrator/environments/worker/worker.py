@@ -7,11 +7,13 @@ the environment prints goes to the standard error, which is the orchestrator's l
 environment to make: `name` (module:Class), `args`, `threads`. It is answered by what the environment is, or
 by `error`. The process ends when its standard input does: with the process that started it.
 
-Only the standard library and the files beside this one are imported here. The interpreter's packages are the
+Only the standard library is imported here. The interpreter's packages are the
 environment's.
 """
 
 import asyncio
+import base64
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -20,12 +22,15 @@ import json
 import os
 import threading
 import traceback
+import typing
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace, UnionType
 
-from worker_tools import described_tools
-from worker_values import plain, result_of, results_of, state_of, value_of
-from worker_worlds import Worlds, described_world
+KINDS = {str: "str", int: "int", float: "float", bool: "bool", NoneType: "None", typing.Any: "Any"}
+"""Types of tools' arguments without arguments of their own, and what the orchestrator calls them."""
+CONTAINERS = {list: "list", dict: "dict", tuple: "tuple", set: "set"}
+OPTIONAL = ("messages", "snapshot", "restore")
+"""Methods that an environment with `start` and `step` need not have; `close` is asked in any case."""
 
 
 class EnvironmentWorker:
@@ -51,26 +56,29 @@ class EnvironmentWorker:
     def handle(self, message):
         """Act on a line of the orchestrator's."""
         kind, number = message["type"], message["number"]
-        if kind == "call":
-            work = self.answer(number, self.call(message["method"], message["arguments"]))
-            self.tasks[number] = asyncio.ensure_future(work)
-        elif kind == "tool":
-            work = self.answer(number, self.tool(message["name"], message["arguments"]))
-            self.tasks[number] = asyncio.ensure_future(work)
-        elif kind == "world":
-            work = self.answer(number, self.worlds.do(message["do"], message["world"], message["arguments"]))
-            self.tasks[number] = asyncio.ensure_future(work)
-        elif kind == "rollout":
-            work = self.answer(number, self.rollout(number, message["problem"], message["seed"]))
-            self.tasks[number] = asyncio.ensure_future(work)
-        elif kind == "cancel":
+        if kind == "cancel":
             if task := self.tasks.get(number):
                 task.cancel()
-        elif kind == "answer" and (future := self.waiting.pop(message["call"], None)) and not future.done():
+        elif kind == "answer":
+            future = self.waiting.pop(message["call"], None)
+            if future is None or future.done():
+                return
             if "error" in message:
                 future.set_exception(_error(message))
             else:
                 future.set_result(message["result"])
+        else:
+            self.tasks[number] = asyncio.ensure_future(self.answer(number, self.work(message)))
+
+    def work(self, message):
+        """A coroutine that does what a request asks for."""
+        if message["type"] == "call":
+            return self.call(message["method"], message["arguments"])
+        if message["type"] == "tool":
+            return self.tool(message["name"], message["arguments"])
+        if message["type"] == "world":
+            return self.worlds.do(message["do"], message["world"], message["arguments"])
+        return self.rollout(message["number"], message["problem"], message["seed"])
 
     async def answer(self, number, work):
         """Send what the work comes to."""
@@ -137,7 +145,7 @@ class EnvironmentWorker:
 
 
 class WorkerModel:
-    """What a rollout asks; see `WorkerModel` in `cairn.orchestrator.environments`."""
+    """What a rollout asks: the `Model` of `cairn.orchestrator.environments`, in this process."""
 
     def __init__(self, worker, number, seed):
         self._worker, self._number, self.seed = worker, number, seed
@@ -171,7 +179,7 @@ class WorkerModel:
                 json.dumps(found, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"the result of {name!r} must be JSON: {error}") from error
-            state = None if snapshot is None else state_of(await self._worker.awaited(snapshot))
+            state = None if snapshot is None else encoded(await self._worker.awaited(snapshot))
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._worker.send({"type": "failed", "number": self._number, "once": known["once"], "error": why})
@@ -192,7 +200,55 @@ class WorkerModel:
         found = await self._worker.ask(self._number, "snapshot")
         if found is None:
             return None
-        return SimpleNamespace(after=found["after"], value=value_of(found["value"]))
+        return SimpleNamespace(after=found["after"], value=decoded(found["value"]))
+
+
+class Worlds:
+    """Worlds by the numbers that the orchestrator gives them.
+
+    Args:
+        awaited: calls a function on a thread, or awaits a coroutine function.
+    """
+
+    def __init__(self, environment, awaited):
+        self._environment, self._awaited = environment, awaited
+        self._open = {}
+
+    async def do(self, name, number, arguments):
+        """Call a method of the environment for a world; returns what it returned, as JSON.
+
+        Raises:
+            ValueError: it returned something else than it should.
+        """
+        return await getattr(self, f"_{name}")(number, *arguments)
+
+    async def _start(self, number, problem, seed):
+        found = await self._awaited(self._environment.start, problem, seed)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise ValueError(
+                f"start must return a pair (world, observation), and has returned {found!r:.300}"
+            )
+        self._open[number] = found[0]
+        return plain(found[1])
+
+    async def _restore(self, number, problem, seed, state):
+        self._open[number] = await self._awaited(self._environment.restore, problem, seed, decoded(state))
+
+    async def _step(self, number, answer):
+        found = await self._awaited(self._environment.step, self._open[number], answer)
+        if not isinstance(found, tuple | list) or len(found) != 3:
+            raise ValueError(f"step must return (observation, reward, done), and has returned {found!r:.300}")
+        observation, reward, done = found
+        return [None if done else plain(observation), result_of(reward), plain(done)]
+
+    async def _snapshot(self, number):
+        return encoded(await self._awaited(self._environment.snapshot, self._open[number]))
+
+    async def _close(self, number):
+        with contextlib.suppress(KeyError):
+            world = self._open.pop(number)
+            if close := getattr(self._environment, "close", None):
+                await self._awaited(close, world)
 
 
 def _outcome(call, *arguments):
@@ -209,6 +265,53 @@ def _error(message):
     """The exception of a call of the model's, as far as programs tell exceptions apart."""
     known = {"TypeError": TypeError, "ValueError": ValueError}
     return known.get(message.get("kind"), RuntimeError)(message["error"])
+
+
+# Values as lines of JSON carry them.
+
+
+def plain(value):
+    """A value as JSON; numbers of numpy and torch are numbers."""
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    with contextlib.suppress(Exception):
+        return value.item()
+    return value
+
+
+def result_of(value):
+    """A method's result; of rewards with weights, the parts as the value."""
+    if hasattr(value, "parts") and hasattr(value, "weights"):
+        return {"value": plain(dict(value.parts)), "weights": plain(dict(value.weights))}
+    return {"value": plain(value), "weights": None}
+
+
+def results_of(values):
+    """The results of a method that returns a list of them; of anything else, that as the value."""
+    with contextlib.suppress(Exception):
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        return {"each": [result_of(one) for one in values]}
+    return result_of(values)
+
+
+def encoded(snapshot):
+    """A snapshot, which is JSON or bytes."""
+    if isinstance(snapshot, bytes | bytearray):
+        return {"bytes": base64.b64encode(snapshot).decode()}
+    return {"json": snapshot}
+
+
+def decoded(state):
+    """The snapshot that `encoded` was given."""
+    return base64.b64decode(state["bytes"]) if "bytes" in state else state["json"]
+
+
+# What the orchestrator has to know of the environment.
 
 
 def make(name, args):
@@ -262,6 +365,78 @@ def _check_methods(environment, *names):
                 f"it has no method {name}; in its own process it needs messages and reward, with tools or "
                 "without, or messages and rewards, or start and step, or rollout"
             )
+
+
+def described_tools(environment):
+    """The tools' names, docstrings and arguments, and whether the reward wants the conversation.
+
+    Raises:
+        ValueError: a tool can't be described; the message says why.
+    """
+    tools = environment.tools
+    if not isinstance(tools, list | tuple) or not tools:
+        raise ValueError(f"its tools must be a list of functions, and are {tools!r:.300}")
+    found = {
+        "tools": [described_tool(tool) for tool in tools],
+        "rewards_messages": "messages" in inspect.signature(environment.reward).parameters,
+    }
+    return found | ({"max_turns": environment.max_turns} if hasattr(environment, "max_turns") else {})
+
+
+def described_tool(tool):
+    """One tool.
+
+    Raises:
+        ValueError: it can't be described.
+    """
+    name = getattr(tool, "__name__", repr(tool))
+    try:
+        hints = typing.get_type_hints(tool)
+        parameters = inspect.signature(tool).parameters.values()
+    except (TypeError, ValueError, NameError) as error:
+        raise ValueError(f"its tool {name} can't be described: {error}") from error
+    arguments = []
+    for one in parameters:
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise ValueError(f"its tool {name} can't be described: {one} can't be given by name")
+        if one.name not in hints:
+            raise ValueError(f"its tool {name} can't be described: argument {one.name} has no type hint")
+        try:
+            hint = type_of(hints[one.name])
+        except ValueError as error:
+            raise ValueError(f"its tool {name} can't be described: argument {one.name}: {error}") from None
+        arguments.append({"name": one.name, "type": hint, "needed": one.default is one.empty})
+    return {"name": name, "doc": inspect.getdoc(tool) or "", "arguments": arguments}
+
+
+def type_of(hint):
+    """A type as JSON: a name, or a name followed by the arguments.
+
+    Raises:
+        ValueError: it is of no kind that a model's JSON has.
+    """
+    if hint in CONTAINERS:
+        return [CONTAINERS[hint]]
+    with_arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return ["Literal", *with_arguments]
+    if origin in (typing.Union, UnionType):
+        return ["Union", *map(type_of, with_arguments)]
+    if origin in CONTAINERS and Ellipsis not in with_arguments:
+        return [CONTAINERS[origin], *map(type_of, with_arguments)]
+    try:
+        return KINDS[hint]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{hint} is no str, int, float, bool, None, list, dict, tuple, set, Literal or a union of them"
+        ) from None
+
+
+def described_world(environment):
+    """What the orchestrator has to know of an environment with worlds."""
+    found = {"methods": [name for name in OPTIONAL if callable(getattr(environment, name, None))]}
+    return found | ({"max_turns": environment.max_turns} if hasattr(environment, "max_turns") else {})
 
 
 def main():
