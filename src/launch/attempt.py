@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,7 +85,9 @@ def begin(
         run.history.path.rename(start.store.abandoned / name / run.history.path.name)
     if goes_on:
         say_missing(run, own_step, earlier)
-    run.history.begin_attempt(number, run.last_sign() if goes_on else None)
+    program, *given = sys.argv
+    argv = [command, *given] if Path(program).name == command else []  # else a Python program has begun it
+    run.history.begin_attempt(number, run.last_sign() if goes_on else None, argv)
     dropped = run.metrics.keep_through(own_step)
     if run.evals.path.exists() or run.evaluations.exists():
         forgotten = run.forget_evaluations(attempt, _made_again_through(run, attempt, recipe))

@@ -1,41 +1,35 @@
-"""The display of a running command: a progress bar, or plain lines without a terminal."""
+"""The display of a running command: a live view of the run, or plain lines without a terminal."""
 
 import functools
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.console import Console
+from rich.live import Live
 
 from cairn.launch.exit_report import shorter
-from cairn.run.diagnosis import RULES, Diagnosis, Finding, RuleInput
+from cairn.run.diagnosis import RULES, Diagnosis, DiskRoom, Finding, RuleInput
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 from cairn.run.signals import say
 from cairn.run.view import RunView
+from cairn.watch.overview import RoleLine, disk_room, newest_save, overview, values_of
+from cairn.watch.terminal import WAITING, RunPanel
 
-ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",), ("exporter",), ("uploader",))
-"""Roles whose heartbeats are shown; the exporter's only while it has something to do. For the trainer: rank
-0's, or its driver's before there are ranks."""
 QUIET_SECONDS = 10.0
 """Without a new step for this long, the display says what each role is doing."""
-WAITING = 0.1
-"""Share of a step above which its wait for the batch is shown."""
 LINE_SECONDS = 10.0
 """Seconds between two such lines without a terminal."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the whole run, at a terminal."""
+DISK_SECONDS = 10.0
+"""Seconds between two looks at the disk."""
+SHARE = 20
+"""As many times as long as a look takes is the wait for the next one, at least."""
 
 
 class StepDisplay:
@@ -50,36 +44,31 @@ class StepDisplay:
         """The newest step that was shown."""
         self.start_step = start_step
         self.console = console or Console()
-        self._began = time.time()
         self._moved_at = self._printed_at = self._looked_at = time.monotonic()
+        self._look_after = 0.0
         self._unprinted: Row | None = None
+        self._disk_at = 0.0
+        self._room: DiskRoom | None = None
         self._diagnosis = Diagnosis(RULES)
         self._unsaid: list[str] = []
         self._live = False
-        self._bar = _Bar(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self.console,
-            disable=not self.console.is_terminal,
+        self._live_view = Live(
+            self._panel(), console=self.console, auto_refresh=False, vertical_overflow="visible"
         )
-        self._task = self._bar.add_task("starting", total=max_steps, completed=start_step)
 
     def __enter__(self) -> "StepDisplay":
-        self._bar.start()
+        if self.console.is_terminal:
+            self._live_view.start()
         self._live = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live = False  # what is said from now on comes after the bar
+        self._live = False  # what is said from now on comes after the live view
         self.update(final=True)
-        self._bar.stop()
+        self._live_view.stop()
 
     def say(self, line: str) -> None:
-        """Have a line printed above the bar, which it would tear otherwise; signal handlers may call this."""
+        """Have a line printed above the live view, which it would tear; signal handlers may call this."""
         if self._live:
             self._unsaid.append(line)
         else:
@@ -109,51 +98,68 @@ class StepDisplay:
             self._row = self._unprinted = row
             self.step = row["step"]
             self._moved_at = now
-            self._bar.note = _values(row)
-            self._bar.update(self._task, description="training", completed=row["step"])
             for finding in self._diagnosis.news(self._seen(rows)):
                 self.console.print(f"note: {finding}", markup=False, highlight=False, soft_wrap=True)
-        elif not final:
-            self._show_wait(now)
-        row = self._unprinted
-        if row and not self.console.is_terminal and (final or now - self._printed_at > 2):
-            self._print(f"step {row['step']}/{self.max_steps}  {_values(row)}", now)
+        if self.console.is_terminal:
+            if final or now - self._looked_at >= self._look_after:
+                self._looked_at = now
+                self._live_view.update(self._panel(), refresh=self._live_view.is_started)
+        elif (row := self._unprinted) and (final or now - self._printed_at > 2):
+            values = "  ".join(self._values(row))
+            self._print(f"step {row['step']}/{self.max_steps}  {values}", now)
             self._unprinted = None
+        elif not final:
+            self._print_wait(now)
 
-    def _show_wait(self, now: float) -> None:
+    def _panel(self) -> RunPanel:
+        """The whole run at this moment."""
+        shown = overview(self._view, rules=())  # news of what is wrong is printed above
+        self._look_after = max(LOOK_SECONDS, SHARE * shown.seconds)
+        return RunPanel(shown, shorter(self._view.run.path))
+
+    def _print_wait(self, now: float) -> None:
         """Say what the roles are doing, before the first step and when no step has come for a while."""
         quiet = now - self._moved_at
         if now - self._looked_at < 1 or (self.step > self.start_step and quiet < QUIET_SECONDS):
             return
         self._looked_at = now
-        doing = list(self._doing()) or ["roles are being started"]
-        starting = self.step == self.start_step
-        still = f"{'starting' if starting else 'no step'} for {quiet:.0f} s"
-        self._bar.note = "\n".join(doing if starting else [still, *doing])
-        if not self.console.is_terminal and not self._unprinted and now - self._printed_at > LINE_SECONDS:
-            self._print(f"{still}: {'; '.join(doing)}", now)
+        if now - self._printed_at > LINE_SECONDS:
+            doing = [_role(role) for role in overview(self._view, rules=()).roles if role.doing is not None]
+            still = "starting" if self.step == self.start_step else "no step"
+            roles = "; ".join(doing) or "roles are being started"
+            self._print(f"{still} for {quiet:.0f} s: {roles}", now)
+
+    def _values(self, row: Row) -> Iterator[str]:
+        """The values of a step, as its line shows them."""
+        attempt = self._view.run.attempt()
+        yield from values_of(attempt.command if attempt else None, row)
+        if (rate := number(row, "lr")) is not None:
+            yield f"lr {rate:.4g}"
+        if (seconds := number(row, "time/step")) is not None:
+            wait = number(row, "time/wait") or 0.0
+            waiting = f", {wait:.2f} of it waiting" if wait > WAITING * (wait + seconds) else ""
+            yield f"{seconds + wait:.2f} s/step{waiting}"
+        for what in ("failed", "retried"):
+            if count := number(row, f"rollouts/{what}"):
+                yield f"{what} {count:.0f}"
 
     def _print(self, line: str, now: float) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self.console.file.flush()
         self._printed_at = now
 
-    def _doing(self) -> Iterable[str]:
-        """What each role of this attempt reports that it is doing, and for how long."""
-        for names in ROLES:
-            for name in names:
-                beat = self._view.beat(name)
-                idle = name in ("exporter", "uploader") and beat is not None and beat.waiting
-                if beat is not None and beat.since >= self._began and not idle:
-                    seconds = time.time() - beat.since
-                    lasting = f" ({seconds:.0f} s)" if seconds >= 2 else ""
-                    yield f"{names[-1]}: {beat.doing}{lasting}"
-                    break
-
     def _seen(self, rows: Sequence[Row]) -> RuleInput:
         """What is known of the steps of this attempt."""
         own = rows[bisect_right(rows, self.start_step, key=lambda row: row["step"]) :]
-        return RuleInput(own, self._config, shorter(self._view.run.path))
+        return RuleInput(own, self._config, shorter(self._view.run.path), self._disk())
+
+    def _disk(self) -> DiskRoom | None:
+        """The disk of the checkpoints, looked at now and then."""
+        now = time.monotonic()
+        if now - self._disk_at >= DISK_SECONDS:
+            self._disk_at, checkpoints = now, self._view.checkpoints()
+            self._room = disk_room(checkpoints, newest_save(checkpoints))
+        return self._room
 
     @functools.cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -180,30 +186,10 @@ class StepDisplay:
         return f"{_count(restarts, 'restart')}, {recomputed} recomputed, goodput {costs.goodput:.2f}"
 
 
-class _Bar(Progress):
-    """The progress bar, with lines below it, which go on in the next line where the terminal ends."""
-
-    note = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        for line in self.note.splitlines() or [""]:
-            yield Padding(Text(line, overflow="fold"), (0, 0, 0, 2), expand=False)
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _values(row: Row) -> str:
-    names = {"reward/mean": "reward", "loss": "loss", "lr": "lr"}
-    values = {label: number(row, key) for key, label in names.items()}
-    shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]
-    if (seconds := number(row, "time/step")) is not None:
-        wait = number(row, "time/wait") or 0.0
-        waiting = f", {wait:.2f} of it waiting" if wait > WAITING * (wait + seconds) else ""
-        shown.append(f"{seconds + wait:.2f} s/step{waiting}")
-    for what in ("failed", "retried"):
-        if count := number(row, f"rollouts/{what}"):
-            shown.append(f"{what} {count:.0f}")
-    return "  ".join(shown)
+def _role(role: RoleLine) -> str:
+    lasting = f" ({role.seconds:.0f} s)" if role.seconds is not None and role.seconds >= 2 else ""
+    return f"{role.name}: {role.doing}{lasting}"

@@ -109,3 +109,30 @@ def rollouts() -> int:
         return run()
 
     return answer(command)
+
+
+def runs() -> int:
+    """`runs [FOLDER]`: all runs below a folder, and the command that goes on with each."""
+    return _look("runs")
+
+
+def watch() -> int:
+    """`watch RUN`: a live view of a run, whoever has started it."""
+    return _look("watch")
+
+
+def diagnose() -> int:
+    """`diagnose RUN`: what keeps a run from learning, in sentences."""
+    return _look("diagnose")
+
+
+def _look(name: str) -> int:
+    """A command that only reads run directories."""
+
+    def command() -> int:
+        with saying("importing what reads runs"):
+            from cairn.watch import commands
+
+        return getattr(commands, name)()
+
+    return answer(command)

@@ -1,6 +1,8 @@
 """`history.jsonl`: attempts, restarts, rewinds and other events of a run, and what they cost."""
 
 import logging
+import os
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +35,7 @@ class History(JsonLines):
     """One event a line; each holds `time` (seconds since 1970) and `event`.
 
     - attempt: the launcher began attempt `number`; for `idle` seconds before that no process was running.
+      `argv` is the command line that started it, in the working directory `folder`.
     - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
       says what took its place.
     - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
@@ -56,11 +59,15 @@ class History(JsonLines):
         numbers = (event["number"] for event in self.rows() if event["event"] == "attempt")
         return max(numbers, default=0)
 
-    def begin_attempt(self, number: int, last_sign: float | None) -> None:
-        """A launcher has begun; `last_sign` is when the attempt before it was last seen alive."""
+    def begin_attempt(self, number: int, last_sign: float | None, argv: Sequence[str] = ()) -> None:
+        """A launcher has begun; `last_sign` is when the attempt before it was last seen alive.
+
+        argv: the command line that started it, with the command's name; empty if a Python program did.
+        """
         now = time.time()
         idle = max(now - last_sign, 0.0) if last_sign else 0.0
-        self.append({"time": now, "event": "attempt", "number": number, "idle": idle})
+        started = {"argv": list(argv), "folder": os.getcwd()} if argv else {}
+        self.append({"time": now, "event": "attempt", "number": number, "idle": idle, **started})
 
     def restart(self, role: str, *, step: int, reason: str, how: str) -> None:
         """`role` is started again."""
@@ -95,6 +102,22 @@ class History(JsonLines):
             self.append(event)
         except OSError as error:
             logger.warning("%s lacks that %s: %s", self.path, event, error.strerror)
+
+
+def resumed(argv: Sequence[str], folder: str) -> str:
+    """The command that goes on with a run that `argv` has started in the working directory `folder`."""
+    words: list[str] = []
+    left = list(argv)
+    while left:
+        word = left.pop(0)
+        name = word.partition("=")[0]
+        if name in ("--ckpt.resume", "--ckpt.resume-step"):
+            if "=" not in word and left:
+                left.pop(0)
+        else:
+            words.append(word)
+    command = shlex.join([*words, "--ckpt.resume", "auto"])
+    return command if folder in ("", os.getcwd()) else f"cd {shlex.quote(folder)} && {command}"
 
 
 @dataclass(frozen=True)

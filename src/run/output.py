@@ -78,6 +78,21 @@ def printable(text: object) -> str:
     )
 
 
+def span(seconds: float) -> str:
+    """A length of time for people, in its two largest units: `42 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    whole = max(round(seconds), 0)
+    if whole < 120:
+        return f"{whole} s"
+    minutes = whole // 60
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
 class _Terminal(io.FileIO):
     """A terminal; what is written to it once it is gone is lost, which is no error."""
 

@@ -117,6 +117,7 @@ class Training:
         asked_to_stop = Earlier(*self.group.any_of(*self.task.earlier(progress.step))).last
         save = ended = asked_to_stop or self.task.finished() is not None
         row: dict[str, float] = {}
+        saved: list[Saved] = []
         if progress.step == 0:
             self.task.validate(0)
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
@@ -139,12 +140,13 @@ class Training:
             digest = {"batch/digest": batch.digest}
             saving = self._checkpoints.metrics()
             row |= self._tracker.chain({"step": step, **row, **asdict(progress), **digest})
+            times |= _times(saved)
             self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times, **saving})
             if step == self.attempt.start_step + 1:
                 self._checkpoints.prepare()
             if save:
                 self._checkpoints.save(row)
-            _report(self._checkpoints.check())
+            _report(saved := self._checkpoints.check())
             if decision.last:
                 break
         heartbeat.doing(f"finishing after step {progress.step}")
@@ -235,6 +237,16 @@ class Training:
         """Whether the run, which is asked to stop, has the time to save `step`."""
         self._too_late = not self._checkpoints.in_time(step)
         return not self._too_late
+
+
+def _times(saves: list[Saved]) -> dict[str, float]:
+    """What the row after their commits says of saves: seconds until the commit, and seconds of standstill."""
+    if not saves:
+        return {}
+    return {
+        "time/save": max(saved.durable_seconds for saved in saves),
+        "time/save_stall": sum(saved.stall_seconds for saved in saves),
+    }
 
 
 def _report(saves: list[Saved]) -> None:

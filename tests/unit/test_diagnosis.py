@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.run.diagnosis import RULES, Diagnosis, Finding, RuleInput, findings
+from cairn.run.diagnosis import RULES, Diagnosis, DiskRoom, Finding, RuleInput, findings
 from cairn.run.diagnosis.rule import percent
 
 HEALTHY = {
@@ -177,6 +177,143 @@ def test_each_fault_is_found_alone_and_names_the_setting(
     assert it[rule].level >= 1
 
 
+def over(steps: int, base: dict[str, Any] = HEALTHY, **how: Any) -> list[dict]:
+    """Rows in which metrics change: each is a function of the share of the steps that are done."""
+    return [
+        {"step": step, **base, **{name: value(step / steps) for name, value in how.items()}}
+        for step in range(1, steps + 1)
+    ]
+
+
+def evaluated(steps: int, every: int, result: Any, **how: Any) -> list[dict]:
+    """Rows that hold, as RL's do, the newest result of an evaluation and the step that it is of."""
+    seen = over(steps, **how)
+    for row in seen:
+        if step := row["step"] // every * every:
+            row |= {"eval/sums/reward": result(step / steps), "eval/sums/step": float(step)}
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("rule", "seen", "config", "says"),
+    [
+        (
+            "entropy collapse",
+            over(40, entropy=lambda done: 1.5 if done < 0.3 else 0.02),
+            {},
+            ["fell from 1.5 to 0.02 between steps 1 and 40", "sampling.temperature"],
+        ),
+        ("kl to the reference", rows(8, **{"kl/reference": 2.0}), {}, ["2 nats per token", "trainer.kl"]),
+        ("clipped ratios", rows(8, **{"ratio/clipped": 0.4}), {}, ["40 % of the tokens", "optimizer.lr"]),
+        (
+            "mismatch with the servers",
+            rows(8, **{"mismatch/logprob": 0.2}),
+            {},
+            ["differ by 0.2", "inference.dtype"],
+        ),
+        (
+            "evaluation 'sums' falls",
+            evaluated(40, 8, lambda done: 0.5 if done < 0.5 else 0.3, **{"reward/mean": lambda done: done}),
+            {},
+            ["fell from 0.5 at step 8 to 0.3 at step 40", "ckpt.keep_best"],
+        ),
+        (
+            "validation 'held' rises",
+            over(
+                8,
+                RECORDS,
+                loss=lambda done: 2 - done,
+                **{"validation/held/loss": lambda done: 2 + (done - 0.25) ** 2},
+            ),
+            {},
+            ["rose from 2 at step 2", "patience"],
+        ),
+        (
+            "the trainer waits",
+            rows(8, **{"time/wait": 3.0, "time/step": 1.9}),
+            {"orchestrator": {"max_off_policy_steps": 1}},
+            ["the trainer waits 61 % of the time for rollouts", "Add servers", "(1 now)"],
+        ),
+        ("the trainer waits", rows(8, RECORDS, **{"time/wait": 1.5}), {}, ["43 % of the time for records"]),
+        (
+            "the servers wait",
+            rows(8, **{"time/server_idle": 1.4}),
+            {"orchestrator": {"max_off_policy_steps": 1}},
+            ["nothing to do for 67 % of the time", "trainer.workers"],
+        ),
+        (
+            "stale answers",
+            rows(8, **{"groups/dropped": 2}),
+            {"orchestrator": {"max_off_policy_steps": 2}},
+            ["16 of 80 prompts were dropped", "(2 now)"],
+        ),
+        (
+            "restarts",
+            over(8, **{"run/restarts": lambda done: 8 * done, "run/restarts/trainer": lambda done: 8 * done}),
+            {},
+            ["trainer 8 times", "outputs/rl/history.jsonl"],
+        ),
+        (
+            "slow saves",
+            over(8, **{"time/save": lambda done: 3.0, "time/save_stall": lambda done: 0.4}),
+            {},
+            ["stood still for saves during 16 % of the time", "0.4 s at most, and 3 s", "ckpt.interval"],
+        ),
+    ],
+)
+def test_where_training_leads_and_where_the_time_goes(
+    rule: str, seen: list[dict], config: dict, says: list[str]
+):
+    it = found(seen, config)
+    assert list(it) == [rule]
+    for words in says:
+        assert words in str(it[rule])
+    assert len(str(it[rule])) < 400
+
+
+def test_a_policy_that_has_learned_its_task_may_be_sure_of_it():
+    """The entropy falls because nearly every answer is right."""
+    learned = over(
+        40, entropy=lambda done: 1.5 - 1.49 * done, **{"reward/mean": lambda done: 0.1 + 0.8 * done}
+    )
+    assert found(learned) == {}
+
+
+def test_taking_turns_is_no_wait_that_anybody_could_end():
+    """With max_off_policy_steps = 0 the trainer waits while servers generate, and the other way round."""
+    turns = rows(8, **{"time/wait": 3.0, "time/server_idle": 2.0})
+    assert found(turns, {"orchestrator": {"max_off_policy_steps": 0}}) == {}
+
+
+def test_results_that_only_vary_are_no_fall():
+    noise = evaluated(
+        40, 4, lambda done: 0.5 + 0.04 * (-1) ** round(done * 10), **{"reward/mean": lambda done: done}
+    )
+    assert found(noise) == {}
+    wobbles = {"validation/held/loss": lambda done: 2.0 + 0.1 * (-1) ** round(done * 8)}
+    assert found(over(8, RECORDS, loss=lambda done: 2 - done, **wobbles)) == {}
+
+
+@pytest.mark.parametrize(
+    ("free", "config", "says"),
+    [
+        (25, {"max_steps": 100, "ckpt": {"interval": 10}}, "room for 2 of the 9 checkpoints to come"),
+        (5, {"max_steps": 100, "ckpt": {"interval": 10, "keep_last": 2}}, "no room for another checkpoint"),
+        (25, {"max_steps": 100, "ckpt": {"interval": 10, "keep_last": 2}}, None),
+        (95, {"max_steps": 100, "ckpt": {"interval": 10}}, None),
+        (5, {"max_steps": 10, "ckpt": {"interval": 10}}, None),
+        (5, {"max_steps": 100}, None),
+    ],
+)
+def test_a_disk_that_fills_is_noticed_before_it_is_full(free: int, config: dict, says: str | None):
+    seen = RuleInput(rows(10), config, "outputs/rl", DiskRoom(free * 10**9, 10 * 10**9))
+    texts = [str(one) for one in findings(RULES, seen)]
+    assert (says is None) == (not texts)
+    if says:
+        assert says in texts[0]
+        assert "`ckpt prune outputs/rl`" in texts[0]
+
+
 def test_a_fault_of_one_environment_is_not_hidden_by_the_others():
     """The metrics of the whole batch look fair."""
     fine = {
@@ -253,11 +390,15 @@ NUMBERS = st.one_of(
 NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "dropped_records", "env/a/groups",
     "env/a/groups/unlearned", "env/a/rollout/cut_off", "env/a/reward/score/mean", "env/a/reward/acc/mean",
     "env/a/reward/mean", "reward/score/mean", "rollout/malformed_calls", "rollout/tool_calls",
-    "servers/foreign_weights"])  # fmt: skip
+    "servers/foreign_weights", "entropy", "kl/reference", "ratio/clipped", "mismatch/logprob",
+    "eval/a/reward",
+    "eval/a/step", "validation/a/loss", "groups/dropped", "run/restarts", "run/restarts/trainer",
+    "run/goodput",
+    "time/save", "time/save_stall"])  # fmt: skip
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.dictionaries(NAMES, NUMBERS, max_size=12), max_size=6))
+@given(st.lists(st.dictionaries(NAMES, NUMBERS, max_size=12), max_size=20))
 def test_no_row_of_any_content_breaks_a_rule(contents: list[dict]):
     """A run of an older version, or whose file was damaged, is looked at like others."""
     seen = [{**row, "step": step} for step, row in enumerate(contents, 1)]

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from rich.console import Console
 
 from cairn.launch import display as module
 from cairn.launch.display import StepDisplay
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
+from cairn.run.messages import Attempt
 
 ROW = {"loss": -0.01234, "lr": 0.0004, "time/step": 0.42, "time/wait": 0.0, "reward/mean": 0.7231}
 
@@ -21,7 +23,18 @@ ROW = {"loss": -0.01234, "lr": 0.0004, "time/step": 0.42, "time/wait": 0.0, "rew
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path)
     run.heartbeats.mkdir()
+    write_json(run.config, {"max_steps": 150})
+    run.begin(Attempt("5eed", 1, "rl", 0, None, "branch_1"))
+    run.history.begin_attempt(1, None)
     return run
+
+
+@pytest.fixture
+def locked(run: RunDirectory) -> Generator[RunDirectory]:
+    """A run that a launcher is at work on."""
+    lock(run)
+    yield run
+    run.unlock()
 
 
 def console(*, terminal: bool, width: int = 80) -> Console:
@@ -29,16 +42,17 @@ def console(*, terminal: bool, width: int = 80) -> Console:
 
 
 def shown(display: StepDisplay) -> str:
-    """The bar and the line below it, as they stand."""
+    """The live view, as it stands."""
     display.console.file.truncate(0)
-    for renderable in display._bar.get_renderables():
-        display.console.print(renderable)
+    display.console.file.seek(0)
+    display.console.print(display._panel())
     return display.console.file.getvalue()
 
 
 def beat(run: RunDirectory, role: str, doing: str, *, ago: float = 0.0) -> None:
-    """A heartbeat of a process that has been doing something for so many seconds; below 0: none yet."""
+    """A heartbeat of a role's process that has been doing something for so many seconds."""
     since = time.time() - ago
+    run.set_role(role, "running")
     content = {"pid": os.getpid(), "beats": 1, "marks": 1, "doing": doing, "waiting": False, "since": since}
     write_json(run.heartbeat(role), content)
 
@@ -51,64 +65,58 @@ def later(display: StepDisplay, monkeypatch: pytest.MonkeyPatch, seconds: float)
         display.update()
 
 
-def test_80_columns_show_the_time_left_and_the_reward_before_the_loss(run: RunDirectory):
-    display = StepDisplay(run, 0, 150, console(terminal=True))
+def test_80_columns_show_the_time_left_and_the_curves_that_matter(locked: RunDirectory):
+    """Of RL the reward, and not the loss, which has no meaning of its own."""
+    display = StepDisplay(locked, 0, 150, console(terminal=True))
     for step in range(1, 11):
-        run.metrics.append({"step": step, **ROW})
+        locked.metrics.append({"step": step, **ROW, "reward/mean": step / 10})
         display.update()
     text = shown(display)
-    assert "training" in text
-    assert "10/150" in text
-    assert re.search(r"\d:\d\d:\d\d [\d:-]+ left", text)
-    assert "reward 0.7231  loss -0.01234  lr 0.0004  0.42 s/step" in text
+    assert re.search(r"rl +running", text)
+    assert "step 10 of 150  59 s left  0.42 s/step" in text
+    assert re.search(r"reward +1 +▁▂▃▃▄▅▆▆▇█", text)
+    assert "loss" not in text
     assert max(map(len, text.splitlines())) <= 80
-    run.metrics.append({"step": 11, **ROW, "rollouts/failed": 0, "rollouts/retried": 12})
-    display.update()
-    assert "0.42 s/step  retried 12" in shown(display)
 
 
-def test_while_a_run_starts_each_role_says_what_it_is_doing(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
-    """The trainer's rank 0 speaks for it once it is there; what an earlier attempt has left does not."""
-    beat(run, "orchestrator", "serving requests", ago=100)
-    display = StepDisplay(run, 0, 150, console(terminal=True))
-    later(display, monkeypatch, 1.5)
-    assert "roles are being started" in shown(display)
-    beat(run, "trainer", "starting Ray", ago=-600)
-    later(display, monkeypatch, 3)
-    assert "trainer: starting Ray" in shown(display)
-    assert "orchestrator" not in shown(display)
-    beat(run, "inference", "starting the inference server", ago=-600)
-    beat(run, "trainer_rank0", "importing torch", ago=-600)
-    later(display, monkeypatch, 5)
-    assert shown(display).splitlines()[1:] == [
-        "  inference: starting the inference server",
-        "  trainer: importing torch",
+def test_while_a_run_starts_each_role_says_what_it_is_doing(locked: RunDirectory):
+    """The trainer's rank 0 speaks for it once it is there; what an earlier process has left does not."""
+    dead = {"pid": 1, "beats": 1, "marks": 1, "doing": "serving requests", "waiting": False, "since": 1.0}
+    write_json(locked.heartbeat("orchestrator"), dead)
+    display = StepDisplay(locked, 0, 150, console(terminal=True))
+    beat(locked, "trainer", "starting Ray")
+    assert re.search(r"trainer +starting Ray", shown(display))
+    assert "serving" not in shown(display)
+    beat(locked, "inference", "starting the inference server", ago=5)
+    beat(locked, "trainer_rank0", "importing torch")
+    lines = [line.split(maxsplit=1) for line in shown(display).splitlines()]
+    assert ["trainer", "importing torch"] in [[word.strip() for word in line] for line in lines]
+    assert ["inference", "starting the inference server (5 s)"] in [
+        [w.strip() for w in line] for line in lines
     ]
 
 
-def test_a_run_that_stands_still_says_what_is_being_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
-    """Only after a while; the next step's values take its place."""
-    display = StepDisplay(run, 0, 150, console(terminal=True))
-    run.metrics.append({"step": 1, **ROW})
-    display.update()
-    beat(run, "trainer_rank0", "waiting for batch 2", ago=-600)
-    later(display, monkeypatch, 5)
-    assert "s/step" in shown(display)
-    later(display, monkeypatch, 25)
-    assert "  no step for 25 s\n  trainer: waiting for batch 2" in shown(display)
-    run.metrics.append({"step": 2, **ROW})
-    display.update()
-    assert "s/step" in shown(display)
+def test_a_run_that_stands_still_says_so(locked: RunDirectory):
+    """Only after a while; the next step takes it back."""
+    display = StepDisplay(locked, 0, 150, console(terminal=True))
+    locked.metrics.append({"step": 1, **ROW})
+    assert "no step" not in shown(display)
+    ago = time.time() - 25
+    os.utime(locked.metrics.path, (ago, ago))
+    write_json(locked.history.path, {"event": "attempt", "time": ago, "number": 1, "idle": 0.0})
+    display = StepDisplay(locked, 0, 150, console(terminal=True))
+    beat(locked, "trainer_rank0", "waiting for batch 2")
+    beat(locked, "trainer", "watching ranks")
+    assert "no step for 25 s" in shown(display)
+    assert re.search(r"trainer +waiting for batch 2", shown(display))
+    locked.metrics.append({"step": 2, **ROW})
+    assert "no step" not in shown(display)
 
 
 def test_without_a_terminal_there_are_lines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     """One every ten seconds while the run starts, then one for a step now and then, and the last step's."""
     display = StepDisplay(run, 0, 4, console(terminal=False))
-    beat(run, "trainer", "starting Ray", ago=-600)
+    beat(run, "trainer", "starting Ray")
     with display:
         for seconds in (1, 2, 12, 13):
             later(display, monkeypatch, seconds)
@@ -151,18 +159,12 @@ def test_what_keeps_a_run_from_learning_is_said_once_at_once_and_at_the_end(
     assert "48 of 48 prompts taught nothing in steps 1 to 6" in str(outcome)
 
 
-def test_messages_are_not_cut_at_the_edge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+def test_messages_are_not_cut_at_the_edge(locked: RunDirectory):
     """The reason of failing rollouts stands at the end of its line."""
-    display = StepDisplay(run, 0, 9, console(terminal=True))
-    beat(
-        run,
-        "orchestrator",
-        f"serving requests; {'rollouts are tried again ' * 6}; KeyError: 'anser'",
-        ago=-600,
-    )
-    later(display, monkeypatch, 3)
+    display = StepDisplay(locked, 0, 9, console(terminal=True))
+    beat(locked, "orchestrator", f"serving requests; {'rollouts are tried again ' * 6}; KeyError: 'anser'")
     text = shown(display)
-    assert "KeyError: 'anser'" in text
+    assert "KeyError: 'anser'" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -178,8 +180,30 @@ def test_a_signals_line_waits_for_the_bar(run: RunDirectory, capfd: pytest.Captu
     assert capfd.readouterr().out == "SIGTERM: too late\n"
 
 
-def test_seconds_a_step_are_with_the_wait(run: RunDirectory):
-    display = StepDisplay(run, 0, 9, console(terminal=True))
-    run.metrics.append({"step": 1, **ROW, "time/step": 0.72, "time/wait": 18.0})
-    display.update()
-    assert "18.72 s/step, 18.00 of it waiting" in shown(display)
+def test_seconds_a_step_are_with_the_wait(locked: RunDirectory):
+    row = {**ROW, "time/step": 0.72, "time/wait": 18.0}
+    display = StepDisplay(locked, 0, 9, console(terminal=True, width=120))
+    plain = StepDisplay(locked, 0, 9, console(terminal=False))
+    locked.metrics.append({"step": 1, **row})
+    plain.update(final=True)
+    assert "18.72 s/step, 96% of it waiting" in shown(display)
+    assert "18.72 s/step, 18.00 of it waiting" in plain.console.file.getvalue()
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_each_command_shows_what_matters_for_it(run: RunDirectory, command: str):
+    run.begin(Attempt("5eed", 1, command, 0, None, "branch_1"))
+    row = {
+        "step": 1,
+        "loss": 0.61,
+        "rewards/accuracies": 0.75,
+        "rewards/margins": 0.2,
+        "validation/held/loss": 2.5,
+    }
+    display = StepDisplay(run, 0, 9, console(terminal=False))
+    run.metrics.append(row)
+    display.update(final=True)
+    line = display.console.file.getvalue()
+    assert "loss 0.61" in line
+    assert "validation held 2.5" in line
+    assert ("accuracy 0.75  margin 0.2" in line) == (command == "dpo")

@@ -12,7 +12,7 @@ SOURCES = Path(cairn.__file__).parent
 FLOORS = (
     ("api",),
     ("launch",),
-    ("evaluate", "tools"),
+    ("evaluate", "tools", "watch"),
     ("trainer", "orchestrator", "inference"),
     ("endpoint", "formats", "policy", "remote"),
     ("model",),

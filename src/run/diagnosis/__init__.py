@@ -4,7 +4,8 @@
 that grows. Whoever shows a run asks here, so that the terminal, a command and a page say the same.
 """
 
-from cairn.run.diagnosis.rule import Diagnosis, Finding, Rule, RuleInput, findings
+from cairn.run.diagnosis.drift import EntropyCollapse, EvaluationFalls, Overfitting, PolicyDrift
+from cairn.run.diagnosis.rule import Diagnosis, DiskRoom, Finding, Rule, RuleInput, findings
 from cairn.run.diagnosis.rules import (
     AnswersCutOff,
     CutSamples,
@@ -19,6 +20,7 @@ from cairn.run.diagnosis.rules import (
     SummedScores,
     UnlearnedRecords,
 )
+from cairn.run.diagnosis.time_use import DiskFills, ManyRestarts, SlowSaves, StaleAnswers, WhoWaits
 
 RULES: tuple[Rule, ...] = (
     GivenUp(),
@@ -31,9 +33,18 @@ RULES: tuple[Rule, ...] = (
     MalformedCalls(),
     NoCalls(),
     SummedScores(),
+    EntropyCollapse(),
+    PolicyDrift(),
+    EvaluationFalls(),
+    Overfitting(),
+    WhoWaits(),
+    StaleAnswers(),
     SlowRewards(),
     OtherPushes(),
+    SlowSaves(),
+    ManyRestarts(),
+    DiskFills(),
 )
 """In the order in which what they find is told."""
 
-__all__ = ["RULES", "Diagnosis", "Finding", "Rule", "RuleInput", "findings"]
+__all__ = ["RULES", "Diagnosis", "DiskRoom", "Finding", "Rule", "RuleInput", "findings"]

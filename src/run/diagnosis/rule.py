@@ -30,20 +30,34 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class DiskRoom:
+    """The disk of the run's checkpoints: what is free of it, and the size of the newest one; 0 if none is."""
+
+    free_bytes: int
+    step_bytes: int
+
+
+@dataclass(frozen=True)
 class RuleInput:
     """What a rule looks at.
 
     rows: of metrics.jsonl, in the order of steps. config: the run's resolved configuration, as config.json
-    has it; empty if it is unknown. place: the run's directory, for commands that a sentence names.
+    has it; empty if it is unknown. place: the run's directory, for commands that a sentence names. disk: None
+    if it is unknown.
     """
 
     rows: Sequence[Row]
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     place: str = "RUN_DIR"
+    disk: DiskRoom | None = None
 
     def last(self, count: int) -> "RuleInput":
         """The same of the last rows only."""
-        return replace(self, rows=self.rows[-count:])
+        return self.of(self.rows[-count:])
+
+    def of(self, rows: Sequence[Row]) -> "RuleInput":
+        """The same with other rows."""
+        return replace(self, rows=rows)
 
     def sum(self, key: str) -> float:
         """The sum over all rows that have the metric."""

@@ -265,9 +265,7 @@ class SlowRewards:
     """Seconds a step below which nobody waits."""
 
     def look(self, seen: RuleInput) -> Iterator[Finding]:
-        seen = RuleInput(
-            seen.rows[1:], seen.config, seen.place
-        )  # the first step waits for everything to start
+        seen = seen.of(seen.rows[1:])  # the first step waits for everything to start
         steps = len(seen.rows)
         wall = seen.sum("time/wait") + seen.sum("time/step")
         rewards, idle = seen.sum("time/rewards"), seen.sum("time/server_idle")

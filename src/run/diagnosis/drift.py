@@ -1,0 +1,196 @@
+"""Rules about where training leads: entropy, distance to the reference, ratios, and results on other data."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from cairn.run.diagnosis.rule import Finding, RuleInput, level_of, percent
+from cairn.run.jsonlines import Row
+from cairn.run.metrics import number
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = [value for row in rows if (value := number(row, key)) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _results(rows: Sequence[Row], key: str, step_of: str = "step") -> list[tuple[int, float]]:
+    """Each result of an evaluation once, with the step that it is of: later rows repeat the newest one."""
+    found: dict[int, float] = {}
+    for row in rows:
+        value, step = number(row, key), number(row, step_of)
+        if value is not None and step is not None and step == step // 1:
+            found[int(step)] = value
+    return sorted(found.items())
+
+
+class EntropyCollapse:
+    """Entropy of the policy that falls to almost nothing while the reward does not rise.
+
+    A policy that has learned a task is sure of its answers, too; so the entropy alone is no fault.
+    """
+
+    window = 256
+    part = 8
+    """Rows at the beginning and at the end that are compared."""
+    shares = (0.85, 0.97)
+    """Of the entropy, lost between the two."""
+    gain = 0.1
+    """Rise of the mean reward, as a share of its range, above which the policy has learned something."""
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        rows = [row for row in seen.rows if number(row, "entropy") is not None]
+        if len(rows) < 2 * self.part:
+            return
+        first, last = rows[: self.part], rows[-self.part :]
+        before, after = _mean(first, "entropy"), _mean(last, "entropy")
+        if not before or after is None or before <= 0:
+            return
+        level = level_of(1 - after / before, self.shares)
+        if not level or self._learned(first, last, rows):
+            return
+        yield Finding(
+            "entropy collapse",
+            level,
+            f"the policy's entropy fell from {before:.3g} to {after:.3g} between steps {first[0]['step']} "
+            "and "
+            f"{last[-1]['step']}, and the reward did not rise: nearly all answers to a prompt are the same",
+            "Lower optimizer.lr, raise orchestrator.sampling.temperature or the loss's clip_high, or give "
+            "trainer.kl a reference that holds the policy back",
+        )
+
+    def _learned(self, first: Sequence[Row], last: Sequence[Row], rows: Sequence[Row]) -> bool:
+        before, after = _mean(first, "reward/mean"), _mean(last, "reward/mean")
+        if before is None or after is None:
+            return True
+        lowest = min((value for row in rows if (value := number(row, "reward/min")) is not None), default=0.0)
+        highest = max(
+            (value for row in rows if (value := number(row, "reward/max")) is not None), default=1.0
+        )
+        return after - before > self.gain * max(highest - lowest, 1e-9)
+
+
+class PolicyDrift:
+    """A policy that is far from its reference, or from the policy that sampled the answers."""
+
+    window = 8
+    kl = (1.0, 5.0)
+    """Nats per token to the reference."""
+    clipped = (0.3, 0.6)
+    """Share of the tokens whose ratio was clipped."""
+    mismatch = (0.1, 0.5)
+    """Mean difference of logprobs of trainer and server for one policy; bfloat16 alone makes 0.02."""
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        kl, clipped, mismatch = (
+            seen.mean(key) for key in ("kl/reference", "ratio/clipped", "mismatch/logprob")
+        )
+        if len(seen.rows) < 2:
+            return
+        if kl is not None and (level := level_of(kl, self.kl)):
+            yield Finding(
+                "kl to the reference",
+                level,
+                f"the policy is {kl:.3g} nats per token away from the reference in {seen.steps}",
+                "Lower optimizer.lr, or raise the coefficient of trainer.kl",
+            )
+        if clipped is not None and (level := level_of(clipped, self.clipped)):
+            yield Finding(
+                "clipped ratios",
+                level,
+                f"the ratio of {percent(clipped)} of the tokens was clipped in {seen.steps}: they teach "
+                "nothing",
+                "Lower optimizer.lr, updates per batch, or orchestrator.max_off_policy_steps, so that the "
+                "policy "
+                "stays near the one that sampled",
+            )
+        if mismatch is not None and (level := level_of(abs(mismatch), self.mismatch)):
+            yield Finding(
+                "mismatch with the servers",
+                level,
+                f"trainer and servers differ by {abs(mismatch):.3g} in the logprobs of the same policy and "
+                f"tokens in {seen.steps}",
+                "Give both the same data type (inference.dtype, precision.compute) and attention; a server "
+                "that "
+                "computes something else alone is named in servers/disagreed/<host:port>",
+            )
+
+
+class EvaluationFalls:
+    """Reward in training that rises while an evaluation of the same run falls."""
+
+    window = 512
+    fewest = 3
+    """Results of an evaluation before it is judged."""
+    falls = (0.1, 0.3)
+    """Of the best result so far, as a share of it, in both of the newest two results."""
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        keys = dict.fromkeys(
+            key for row in seen.rows for key in row if key.startswith("eval/") and key.endswith("/reward")
+        )
+        for key in keys:
+            name = key.removeprefix("eval/").removesuffix("/reward")
+            results = _results(seen.rows, key, f"eval/{name}/step")
+            if len(results) < self.fewest:
+                continue
+            best_step, best = max(results, key=lambda one: one[1])
+            now = max(value for _, value in results[-2:])
+            level = level_of((best - now) / abs(best), self.falls) if best else 0
+            rose = self._rose(seen.rows, best_step)
+            if not level or rose is None:
+                continue
+            yield Finding(
+                f"evaluation {name!r} falls",
+                level,
+                f"evaluation {name!r} fell from {best:.4g} at step {best_step} to {results[-1][1]:.4g} at "
+                "step "
+                f"{results[-1][0]}, while the reward in training rose from {rose[0]:.4g} to {rose[1]:.4g}",
+                "The policy learns what the reward in training pays and not the task: look at its best "
+                "answers "
+                f"(`rollouts {seen.place} --best 20`); ckpt.keep_best keeps the step whose evaluation is "
+                "best",
+            )
+
+    @staticmethod
+    def _rose(rows: Sequence[Row], since: int) -> tuple[float, float] | None:
+        before = _mean([row for row in rows if row["step"] <= since][-4:], "reward/mean")
+        after = _mean([row for row in rows if row["step"] > since][-4:], "reward/mean")
+        return (before, after) if before is not None and after is not None and after > before else None
+
+
+class Overfitting:
+    """Loss of a validation that rises for several times while the loss of training falls."""
+
+    window = 2048
+    rises = 3
+    """Results in a row, each above the one before."""
+    shares = (0.02, 0.2)
+    """Of the lowest loss, above it."""
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        keys = dict.fromkeys(
+            key for row in seen.rows for key in row if key.startswith("validation/") and key.endswith("/loss")
+        )
+        for key in keys:
+            results = _results(seen.rows, key)
+            newest = results[-self.rises - 1 :]
+            if len(newest) <= self.rises or not all(one[1] < other[1] for one, other in pairwise(newest)):
+                continue
+            step, lowest = min(results, key=lambda one: one[1])
+            level = level_of(newest[-1][1] / lowest - 1, self.shares) if lowest > 0 else 0
+            before = _mean([row for row in seen.rows if row["step"] <= step][-4:], "loss")
+            after = _mean([row for row in seen.rows if row["step"] > step][-4:], "loss")
+            if not level or before is None or after is None or after >= before:
+                continue
+            name = key.removeprefix("validation/").removesuffix("/loss")
+            yield Finding(
+                f"validation {name!r} rises",
+                level,
+                f"the loss of validation {name!r} rose from {lowest:.4g} at step {step} to "
+                f"{newest[-1][1]:.4g} at "
+                f"step {newest[-1][0]}, while the loss of training fell from {before:.4g} to {after:.4g}",
+                "The model learns these records by heart: stop here (patience in the [[validation]] table), "
+                "take "
+                f"step {step} (ckpt.keep_best keeps it), or train on more records and fewer epochs",
+            )

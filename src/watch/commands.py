@@ -1,0 +1,244 @@
+"""The commands `runs`, `watch` and `diagnose`: they only read, also a run that is going on."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.files import DamagedFile
+from cairn.run.output import printable, span
+from cairn.run.tables import print_table
+from cairn.run.view import RunView
+from cairn.watch.overview import Overview, overview
+
+DEPTH = 4
+"""Folders below the given one in which runs are looked for."""
+INTERVAL = 1.0
+"""Seconds between two looks of `watch`."""
+SHARE = 20
+"""As many times as long as a look itself takes is the wait for the next one, at least."""
+WRONG = 1
+"""Exit code of `diagnose` if something is wrong with the run."""
+
+
+def runs() -> int:
+    """`runs [FOLDER]`: all runs below a folder."""
+    parser = argparse.ArgumentParser(
+        prog="runs",
+        description="List the runs below a folder: state, step, newest metric, age, and how each goes on.",
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER",
+                        help="where to look (default: outputs)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(sys.argv[1:])
+    if not arguments.folder.is_dir():
+        raise UsageError(
+            f"{arguments.folder}: there is no such folder; give one that holds output directories"
+        )
+    found = [(path, _look(path)) for path in find_runs(arguments.folder)]
+    found.sort(
+        key=lambda one: one[1].age if isinstance(one[1], Overview) and one[1].age is not None else 1e12
+    )
+    if arguments.json:
+        print(json.dumps([_as_json(path, shown) for path, shown in found], indent=2))
+        return 0
+    if not found:
+        print(f"there is no run in {printable(arguments.folder)} or the folders below it")
+        return 0
+    print_table(
+        ["run", "command", "state", "step", "newest", "seen", "wrong"],
+        [_cells(path, shown) for path, shown in found],
+    )
+    going_on = [shown.resume for _, shown in found if isinstance(shown, Overview) and shown.resume]
+    if going_on:
+        print("\nto go on with those that have not reached their last step:")
+        for command in going_on:
+            print(f"  {printable(command)}")
+    return 0
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run directories in a folder, itself included, down to `DEPTH` folders below it, in order of names.
+
+    Links are not followed, and what lies in a run is not looked at.
+    """
+    found: list[Path] = []
+
+    def search(here: Path, depth: int) -> None:
+        if is_run(here):
+            found.append(here)
+            return
+        if depth == DEPTH:
+            return
+        try:
+            with os.scandir(here) as entries:
+                below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return
+        for name in below:
+            search(here / name, depth + 1)
+
+    search(folder, 0)
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory."""
+    run = RunDirectory(path)
+    names = (run.roles, run.metrics.path, run.history.path)
+    return any(name.is_file() for name in names)
+
+
+def _look(path: Path) -> Overview | DamagedFile:
+    try:
+        return overview(RunView(path), here=str(path))
+    except DamagedFile as error:
+        return error
+
+
+def _cells(path: Path, shown: Overview | DamagedFile) -> list[object]:
+    if isinstance(shown, DamagedFile):
+        return [path, "", "damaged", "", "", "", shown]
+    step = f"{shown.step}/{shown.max_steps}" if shown.max_steps else shown.step
+    newest = "  ".join(f"{curve.label} {curve.newest:.4g}" for curve in shown.curves[:1])
+    seen = "" if shown.age is None else f"{span(shown.age)} ago"
+    wrong = ", ".join(dict.fromkeys(finding.rule for finding in shown.findings))
+    return [path, shown.command or "", shown.state, step, newest, seen, wrong]
+
+
+def _as_json(path: Path, shown: Overview | DamagedFile) -> dict[str, Any]:
+    if isinstance(shown, DamagedFile):
+        return {"path": str(path), "damaged": str(shown)}
+    content = dataclasses.asdict(shown)
+    for curve in content["curves"]:
+        curve["newest"] = curve["points"][-1][1]
+        del curve["points"]
+    return {**content, "path": str(path)}
+
+
+def diagnose() -> int:
+    """`diagnose RUN`: what keeps a run from learning, and where its time goes."""
+    parser = argparse.ArgumentParser(
+        prog="diagnose",
+        description="Say what keeps a run from learning and where its time goes, each with its numbers and "
+        f"what to do. Exit code {WRONG} if something is found.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(sys.argv[1:])
+    shown = overview(_view(arguments.run), here=str(arguments.run))
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in shown.findings], indent=2))
+        return WRONG if shown.findings else 0
+    of = f" of {shown.max_steps}" if shown.max_steps else ""
+    print(f"{printable(arguments.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
+    for number, finding in enumerate(shown.findings, start=1):
+        print(f"\n{number}. {printable(finding.what)}.\n   {printable(finding.advice)}.")
+    if not shown.findings:
+        from cairn.run.diagnosis import RULES
+
+        print(f"nothing is wrong by any of the {len(RULES)} rules (docs/watching.md lists them)")
+    print()
+    for line in _account(shown):
+        print(printable(line))
+    return WRONG if shown.findings else 0
+
+
+def _account(shown: Overview) -> Iterator[str]:
+    """Where the run's time goes, and what it has cost."""
+    if shown.pace is not None:
+        wait = shown.shares["wait"]
+        yield f"a step takes {shown.pace:.3g} s: the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}"
+    yield (
+        f"goodput {shown.goodput:.2f}: the share of the run's time that went into steps that count; "
+        f"{shown.restarts} restarts, {shown.recomputed} steps recomputed"
+    )
+
+
+def _view(path: Path) -> RunView:
+    """The view of a run.
+
+    Raises:
+        UsageError: there is none at `path`.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: there is no such folder; give the run's --output-dir")
+    if not is_run(path):
+        below = find_runs(path)
+        hint = f"; `runs {path}` lists the {len(below)} below it" if below else ""
+        raise UsageError(
+            f"{path}: is not a run directory: it has no roles.json, metrics.jsonl or history.jsonl{hint}"
+        )
+    return RunView(path)
+
+
+def watch() -> int:
+    """`watch RUN`: a live view of a run, until it ends or Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="watch",
+        description="Watch a run: how far it is, its curves, what each role does, its checkpoints and what "
+        "is wrong. Ctrl-C leaves the run alone. Without a terminal it prints a line for each new step.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
+    parser.add_argument("--once", action="store_true", help="print the state of this moment, and end")
+    arguments = parser.parse_args(sys.argv[1:])
+    view, name = _view(arguments.run), str(arguments.run)
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from cairn.watch.terminal import RunPanel
+
+    console = Console(highlight=False)
+    first = overview(view, here=name)
+    if arguments.once or _is_over(first):
+        console.print(RunPanel(first, name))
+        return 0
+    if not console.is_terminal:
+        return _follow(view, name)
+    try:
+        with Live(
+            RunPanel(first, name), console=console, auto_refresh=False, vertical_overflow="visible"
+        ) as live:
+            while not _is_over(shown := overview(view, here=name)):
+                live.update(RunPanel(shown, name), refresh=True)
+                _wait(shown)
+            live.update(RunPanel(shown, name), refresh=True)
+    except KeyboardInterrupt:
+        print("the run goes on; `watch` only looked", flush=True)
+    return 0
+
+
+def _wait(shown: Overview) -> None:
+    """Until the next look; looking takes no more than a twentieth of a core, however long the run is."""
+    time.sleep(max(INTERVAL, SHARE * shown.seconds))
+
+
+def _is_over(shown: Overview) -> bool:
+    return shown.state not in ("running", "stopping")
+
+
+def _follow(view: RunView, name: str) -> int:
+    """Print a line for each new step and finding, until the run is over."""
+    step, told = -1, set[tuple[str, int]]()
+    while True:
+        shown = overview(view, here=name)
+        if shown.step != step:
+            step = shown.step
+            values = "  ".join(f"{curve.label} {curve.newest:.4g}" for curve in shown.curves)
+            print(f"step {step}{f'/{shown.max_steps}' if shown.max_steps else ''}  {values}", flush=True)
+        for finding in shown.findings:
+            if (finding.rule, finding.level) not in told:
+                told.add((finding.rule, finding.level))
+                print(f"note: {printable(finding)}", flush=True)
+        if _is_over(shown):
+            print(f"{name}: {shown.state} at step {shown.step}", flush=True)
+            return 0
+        _wait(shown)

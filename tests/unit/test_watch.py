@@ -1,0 +1,244 @@
+"""`runs`, `watch` and `diagnose`: what they say of runs in any state, at any width."""
+
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from fcntl import ioctl
+from pathlib import Path
+from termios import TIOCSWINSZ
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.launch import main
+from cairn.run.directory import RunDirectory, lock
+from cairn.run.files import write_json
+from cairn.run.history import resumed
+from cairn.run.messages import Attempt
+from cairn.run.output import span
+from cairn.run.view import RunView
+from cairn.watch.commands import find_runs
+from cairn.watch.overview import Curve, overview
+from cairn.watch.terminal import BLOCKS, spark
+
+HEALTHY = {"grad_norm": 0.3, "learned_tokens": 400, "reward/mean": 0.4, "time/step": 2.0, "time/wait": 0.5}
+FLAT = HEALTHY | {"groups": 8, "groups/unlearned": 8, "groups/all_worst": 8, "groups/all_best": 0}
+
+
+def make(path: Path, command: str = "rl", state: str = "done", steps: int = 4, **row: Any) -> RunDirectory:
+    """A run that has ended, as its files say it."""
+    run = RunDirectory(path)
+    run.heartbeats.mkdir(parents=True)
+    write_json(run.config, {"max_steps": 10, "ckpt": None})
+    run.begin(Attempt("5eed", 1, command, 0, None, "branch_1"))
+    run.history.begin_attempt(1, None, [command, "@", "my run.toml", "--ckpt"])
+    run.set_role("trainer", state)
+    for step in range(1, steps + 1):
+        run.metrics.append({"step": step, **HEALTHY, **row})
+    return run
+
+
+@pytest.fixture
+def said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process; returns its exit code and what it printed to both streams."""
+
+    def run(command: str, *arguments: object, width: int = 200) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [command, *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", str(width))
+        try:
+            code = getattr(main, command)()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_all_runs_below_a_folder_with_what_goes_on_with_each(tmp_path: Path, said: Callable):
+    make(tmp_path / "a" / "fine", "sft", steps=10, loss=2.5)
+    make(tmp_path / "deep" / "er" / "dead", state="running", **FLAT)
+    (tmp_path / "a" / "fine" / "inner").mkdir()
+    make(tmp_path / "a" / "fine" / "inner" / "hidden")
+    (tmp_path / "no_run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    code, out, _ = said("runs", tmp_path)
+    lines = out.splitlines()
+    assert code == 0
+    assert sum(str(tmp_path) in line for line in lines) == 2
+    (fine,) = [line for line in lines if "a/fine" in line]
+    assert re.search(r"sft +done +10/10 +loss 2.5", fine)
+    (dead,) = [line for line in lines if "er/dead" in line]
+    assert re.search(r"rl +killed +4/10 +reward 0.4 .*no spread", dead)
+    assert lines[-1] == "  rl @ 'my run.toml' --ckpt --ckpt.resume auto"
+    _, out, _ = said("runs", tmp_path, "--json")
+    shown = {Path(run["path"]).name: run for run in json.loads(out)}
+    assert shown["dead"]["step"] == 4
+    assert shown["dead"]["curves"][0]["newest"] == 0.4
+    assert shown["fine"]["resume"] is None
+    assert said("runs", tmp_path / "no_run")[1].startswith("there is no run in ")
+    code, _, err = said("runs", tmp_path / "nowhere")
+    assert (code, "nowhere: there is no such folder" in err) == (2, True)
+
+
+def test_a_damaged_run_is_listed_beside_the_others(tmp_path: Path, said: Callable):
+    make(tmp_path / "fine")
+    damaged = make(tmp_path / "damaged")
+    damaged.metrics.path.unlink()
+    damaged.metrics.path.mkdir()
+    code, out, _ = said("runs", tmp_path)
+    assert code == 0
+    assert re.search(r"/damaged +damaged ", out)
+    assert "can't be read" in out
+    assert re.search(r"fine +rl +done", out)
+
+
+def test_diagnosis_says_why_a_run_does_not_learn(tmp_path: Path, said: Callable):
+    run = make(tmp_path / "flat", **FLAT)
+    code, out, _ = said("diagnose", run.path)
+    assert code == 1
+    assert "flat: rl, done, step 4 of 10" in out
+    assert "1. 32 of 32 prompts taught nothing in steps 1 to 4 (all answers alike: 32 all wrong)" in out
+    assert "the trainer computes 80% of it, waits 20%" in out
+    _, out, _ = said("diagnose", run.path, "--json")
+    (finding,) = json.loads(out)
+    assert finding["rule"] == "no spread"
+    code, out, _ = said("diagnose", make(tmp_path / "fine").path)
+    assert (code, "nothing is wrong" in out) == (0, True)
+
+
+def test_a_fault_of_the_newest_steps_is_found_in_a_long_run(tmp_path: Path):
+    run = make(tmp_path / "long", steps=200, **{"groups": 8, "groups/unlearned": 1})
+    for step in range(201, 211):
+        run.metrics.append({"step": step, **FLAT})
+    (finding,) = overview(RunView(run.path)).findings
+    assert "64 of 64 prompts taught nothing in steps 203 to 210" in finding.what
+
+
+@pytest.mark.parametrize("command", ["watch", "diagnose"])
+def test_a_folder_that_is_no_run_is_refused_with_those_below_it(tmp_path: Path, said: Callable, command: str):
+    make(tmp_path / "one")
+    code, _, err = said(command, tmp_path)
+    assert code == 2
+    assert f"`runs {tmp_path}` lists the 1 below it" in err
+    code, _, err = said(command, tmp_path / "nowhere")
+    assert (code, "there is no such folder" in err) == (2, True)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_run_that_is_over_is_shown_once_and_nothing_is_cut(tmp_path: Path, said: Callable, width: int):
+    run = make(tmp_path / ("long_name_" * 9), state="failed", **FLAT)
+    code, out, _ = said("watch", run.path, width=width)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= width
+    together = "".join(out.split())
+    assert "long_name_" * 9 in together
+    assert "32of32promptstaughtnothing" in together
+    assert "goonwith:rl@'myrun.toml'--ckpt--ckpt.resumeauto" in together
+
+
+def test_control_characters_of_a_run_do_not_steer_the_terminal(tmp_path: Path, said: Callable):
+    run = make(tmp_path / "run", **{"eval/\x1b[2J[red]x/reward": 0.5})
+    _, out, _ = said("watch", run.path)
+    assert "\x1b" not in out
+    assert "[red]x 0.5" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_terminal_follows_a_run_until_it_ends(tmp_path: Path, width: int):
+    """In a real pseudo-terminal: what changes is drawn again in its place, and the end is seen."""
+    run = make(tmp_path / "run", state="running", steps=1)
+    lock(run)
+    here, there = pty.openpty()
+    ioctl(there, TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    code = "import sys; from cairn.launch.main import watch; sys.exit(watch())"
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)], stdin=there, stdout=there, stderr=there, env=environment
+    ) as process:
+        os.close(there)
+        seen = read_until(here, "step 1 of 10")
+        for step in (2, 3):
+            run.metrics.append({"step": step, **HEALTHY, "reward/mean": step / 4})
+        seen = read_until(here, "step 3 of 10")
+        assert "running" in seen
+        assert re.search(r"reward +0.75", seen)
+        run.set_role("trainer", "done")
+        run.unlock()
+        read_until(here, "done")
+        assert process.wait(60) == 0
+    os.close(here)
+
+
+def read_until(terminal: int, text: str, seconds: float = 120) -> str:
+    """What a terminal shows until `text` is there, without the sequences that move the cursor."""
+    content = b""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if select.select([terminal], [], [], 1.0)[0]:
+            content += os.read(terminal, 65536)
+            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", content.decode(errors="replace"))
+            if text in plain:
+                return plain
+    raise AssertionError(f"{text!r} is not in {content!r}")
+
+
+def test_looking_changes_nothing(tmp_path: Path, said: Callable):
+    run = make(tmp_path / "run", **FLAT)
+    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    for command in ("runs", "watch", "diagnose"):
+        said(command, tmp_path if command == "runs" else run.path)
+    assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+
+
+def test_a_search_ends_where_folders_can_not_be_read_and_at_its_depth(tmp_path: Path):
+    make(tmp_path / "a/b/c/d")
+    make(tmp_path / "a/b/c/e/f")
+    assert find_runs(tmp_path) == [tmp_path / "a/b/c/d"]
+    assert find_runs(tmp_path / "a/b/c/d") == [tmp_path / "a/b/c/d"]
+    assert find_runs(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["sft", "@", "a.toml"], "sft @ a.toml --ckpt.resume auto"),
+        (["sft", "--ckpt.resume-step", "20", "--seed", "3"], "sft --seed 3 --ckpt.resume auto"),
+        (["rl", "--ckpt.resume=latest", "--model.name", "a b"], "rl --model.name 'a b' --ckpt.resume auto"),
+    ],
+)
+def test_the_command_that_goes_on(argv: list[str], command: str):
+    assert resumed(argv, os.getcwd()) == command
+    assert resumed(argv, "/else where") == f"cd '/else where' && {command}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h 0 min"), (48 * 3600, "2 d 0 h"), (-5, "0 s")],
+)
+def test_lengths_of_time(seconds: float, text: str):
+    assert span(seconds) == text
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 60))
+def test_a_curve_of_any_values_fits(values: list[float], width: int):
+    text = spark(Curve("a", "a", list(enumerate(values))), width)
+    assert len(text) <= width
+    assert set(text) <= set(BLOCKS)
+
+
+def test_a_rising_curve_rises():
+    text = spark(Curve("a", "a", [(step, float(step)) for step in range(100)]), 8)
+    assert text == BLOCKS
+    assert spark(Curve("a", "a", [(1, 2.0), (2, 3.0)]), 8, plain=True) == "2 -> 3"
