@@ -70,7 +70,7 @@ class RoleStart:
 
     def _begin(self) -> None:
         self._begun = True
-        heartbeat.start(self.run.heartbeat(self.role))
+        heartbeat.start(self.run.heartbeat(self.role), self.run.spans_of(self.role))
         self.run.set_role(self.role, "running")
 
 

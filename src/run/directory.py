@@ -78,6 +78,7 @@ class RunDirectory:
         self.history = History(self.path / "history.jsonl")
         self.logs = self.path / "logs"
         self.heartbeats = self.path / "heartbeats"
+        self.spans = self.path / "spans"
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
         self.rollouts = self.path / "rollouts"
@@ -109,7 +110,15 @@ class RunDirectory:
         """
         files = [self.roles, self.config, self.recipe, self.metrics.path, self.evals.path, self.history.path]
         files += [self._stop, self._deadline, self.rewinds.path, *entries(self.heartbeats, ".json")]
-        folders = [self.logs, self.heartbeats, self.batches, self.rollouts, self.weights, self.rates.folder]
+        folders = [
+            self.logs,
+            self.heartbeats,
+            self.spans,
+            self.batches,
+            self.rollouts,
+            self.weights,
+            self.rates.folder,
+        ]
         wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
         for path in wrong:
@@ -180,6 +189,10 @@ class RunDirectory:
     def heartbeat(self, role: str) -> Path:
         """Where the process that has `role` gives its signs of life."""
         return self.heartbeats / f"{role}.json"
+
+    def spans_of(self, role: str) -> Path:
+        """Where the process that has `role` records what it did when (`run/spans.py`)."""
+        return self.spans / f"{role}.jsonl"
 
     def beats(self) -> dict[str, Beat]:
         """The newest sign of life of each process that ever gave one here, by the name of its role."""

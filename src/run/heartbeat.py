@@ -5,6 +5,7 @@ begins something new, so a hanging process shows no new notes. Waiting for anoth
 each such wait has a deadline of its own.
 """
 
+import atexit
 import contextlib
 import os
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cairn.run import spans
 from cairn.run.files import read_note, write_json
 
 INTERVAL = 1.0
@@ -51,6 +53,7 @@ class _Heart:
         self.lengthy = False
         self.marks = 0
         self.since = time.time()
+        self.spans: spans.Recorder | None = None
         self._writing = threading.Lock()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +66,8 @@ class _Heart:
             time.sleep(INTERVAL)
             beats += 1
             self.beat(beats)
+            if self.spans is not None:
+                self.spans.write()
 
     def beat(self, beats: int) -> None:
         beat = Beat(
@@ -75,20 +80,37 @@ class _Heart:
 _heart: _Heart | None = None
 
 
-def start(path: Path) -> None:
-    """From now on write this process's signs of life to `path`. A second call changes the path."""
+def start(path: Path, spans_path: Path | None = None) -> None:
+    """From now on write this process's signs of life to `path`. A second call changes the path.
+
+    spans_path: the file for what it was doing when (`run/spans.py`), if that is to be recorded.
+    """
     global _heart
     if _heart is None:
         _heart = _Heart(path)
     else:
         _heart.path = path
         _heart.beat(-1)
+    if spans_path is not None:
+        if _heart.spans is None:
+            atexit.register(end)
+        _heart.spans = spans.start(spans_path)
+
+
+def end() -> None:
+    """Write the spans of this process, whose main thread ends."""
+    if _heart is not None and _heart.spans is not None:
+        doing("ended")
+        _heart.spans.write()
 
 
 def doing(what: str, *, waiting: bool = False, lengthy: bool = False) -> None:
     """Note that the main thread begins something new. Does nothing unless `start` was called."""
     if _heart is not None:
-        _heart.doing, _heart.waiting, _heart.since = what, waiting, time.time()
+        now = time.time()
+        if _heart.spans is not None:
+            _heart.spans.add(spans.MAIN, _heart.doing, _heart.since, now, waiting=_heart.waiting)
+        _heart.doing, _heart.waiting, _heart.since = what, waiting, now
         _heart.lengthy = lengthy
         _heart.marks += 1
 

@@ -78,7 +78,7 @@ def printable(text: object) -> str:
     )
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A length of time for people, in its two largest units: `42 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     whole = max(round(seconds), 0)
     if whole < 120:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.trainer import TrainerBase
-from cairn.run import heartbeat
+from cairn.run import heartbeat, spans
 from cairn.run.files import read_json
 from cairn.run.messages import Attempt, Outcome
 from cairn.trainer.checkpoints import make_checkpoints
@@ -251,6 +251,7 @@ def _times(saves: list[Saved]) -> dict[str, float]:
 
 def _report(saves: list[Saved]) -> None:
     for saved in saves:
+        spans.add("saves", "saving", time.time() - saved.durable_seconds, step=saved.step)
         logger.info(
             "step %d saved: durable after %.3f s, of which training stood still for %.3f s",
             saved.step,

@@ -12,8 +12,9 @@ from typing import Any
 
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import DamagedFile
-from cairn.run.output import printable, span
+from cairn.run.files import DamagedFile, write_atomic
+from cairn.run.output import duration, printable
+from cairn.run.spans import chrome_trace, phases_of, read
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
 from cairn.watch.overview import Overview, overview
@@ -22,6 +23,8 @@ DEPTH = 4
 """Folders below the given one in which runs are looked for."""
 INTERVAL = 1.0
 """Seconds between two looks of `watch`."""
+PHASES = 5
+"""Kinds of work of a role that `diagnose` shows, those that took longest."""
 SHARE = 20
 """As many times as long as a look itself takes is the wait for the next one, at least."""
 WRONG = 1
@@ -108,7 +111,7 @@ def _cells(path: Path, shown: Overview | DamagedFile) -> list[object]:
         return [path, "", "damaged", "", "", "", shown]
     step = f"{shown.step}/{shown.max_steps}" if shown.max_steps else shown.step
     newest = "  ".join(f"{curve.label} {curve.newest:.4g}" for curve in shown.curves[:1])
-    seen = "" if shown.age is None else f"{span(shown.age)} ago"
+    seen = "" if shown.age is None else f"{duration(shown.age)} ago"
     wrong = ", ".join(dict.fromkeys(finding.rule for finding in shown.findings))
     return [path, shown.command or "", shown.state, step, newest, seen, wrong]
 
@@ -132,8 +135,13 @@ def diagnose() -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    trace = "also write what each role did when, for Perfetto or chrome://tracing"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     arguments = parser.parse_args(sys.argv[1:])
-    shown = overview(_view(arguments.run), here=str(arguments.run))
+    view = _view(arguments.run)
+    shown = overview(view, here=str(arguments.run))
+    if arguments.trace is not None:
+        write_atomic(arguments.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
     if arguments.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in shown.findings], indent=2))
         return WRONG if shown.findings else 0
@@ -148,6 +156,7 @@ def diagnose() -> int:
     print()
     for line in _account(shown):
         print(printable(line))
+    print_phases(view.run)
     return WRONG if shown.findings else 0
 
 
@@ -160,6 +169,20 @@ def _account(shown: Overview) -> Iterator[str]:
         f"goodput {shown.goodput:.2f}: the share of the run's time that went into steps that count; "
         f"{shown.restarts} restarts, {shown.recomputed} steps recomputed"
     )
+
+
+def print_phases(run: RunDirectory) -> None:
+    """Where the time of each role's main thread went, by its spans; nothing if there are none."""
+    rows: list[list[object]] = []
+    for role, phases in phases_of(read(run.spans)).items():
+        whole = sum(phases.values())
+        longest = sorted(phases.items(), key=lambda item: -item[1])[:PHASES]
+        rows += [
+            [role, name, duration(seconds), f"{seconds / whole:.0%}"] for name, seconds in longest if whole
+        ]
+    if rows:
+        print()
+        print_table(["role", "what it did", "time", "share"], rows)
 
 
 def _view(path: Path) -> RunView:

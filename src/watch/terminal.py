@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cairn.run.output import printable, span
+from cairn.run.output import duration, printable
 from cairn.watch.overview import Curve, Overview
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -101,16 +101,16 @@ class RunPanel:
         about = [shown.command] if shown.command else []
         state = shown.state
         if state not in ("running", "stopping") and shown.age is not None:
-            state = f"{state} {span(shown.age)} ago"
+            state = f"{state} {duration(shown.age)} ago"
         return "  ".join([self.name, *about, state])
 
     def _progress(self) -> Iterator[str]:
         shown = self.shown
         yield f"step {shown.step} of {shown.max_steps}"
         if shown.quiet is not None and shown.quiet > max(QUIET, 3 * (shown.pace or 0.0)):
-            yield f"{'no step' if shown.pace else 'starting'} for {span(shown.quiet)}"
+            yield f"{'no step' if shown.pace else 'starting'} for {duration(shown.quiet)}"
         if shown.left is not None:
-            yield f"{span(shown.left)} left"
+            yield f"{duration(shown.left)} left"
         if shown.pace is not None:
             wait = shown.shares.get("wait", 0.0)
             yield f"{shown.pace:.2f} s/step" + (f", {wait:.0%} of it waiting" if wait >= WAITING else "")
@@ -136,14 +136,14 @@ class RunPanel:
         table.add_column(overflow="fold")
         for role in self.shown.roles:
             doing = role.state if role.doing is None else role.doing
-            long = f" ({span(role.seconds)})" if role.seconds is not None and role.seconds >= 2 else ""
+            long = f" ({duration(role.seconds)})" if role.seconds is not None and role.seconds >= 2 else ""
             table.add_row(_text(role.name), _text(f"{doing}{long}"))
         return table
 
     def _lines(self) -> Iterator[str]:
         shown, saved = self.shown, self.shown.saved
         if saved is not None:
-            age = "" if saved.age is None else f", {span(saved.age)} ago"
+            age = "" if saved.age is None else f", {duration(saved.age)} ago"
             yield f"checkpoint  step {saved.step}{age}, {saved.nbytes / 1e6:,.1f} MB"
         if shown.restarts or shown.recomputed:
             yield (

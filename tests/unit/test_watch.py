@@ -24,7 +24,7 @@ from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
 from cairn.run.history import resumed
 from cairn.run.messages import Attempt
-from cairn.run.output import span
+from cairn.run.output import duration
 from cairn.run.view import RunView
 from cairn.watch.commands import find_runs
 from cairn.watch.overview import Curve, overview
@@ -228,7 +228,7 @@ def test_the_command_that_goes_on(argv: list[str], command: str):
     [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h 0 min"), (48 * 3600, "2 d 0 h"), (-5, "0 s")],
 )
 def test_lengths_of_time(seconds: float, text: str):
-    assert span(seconds) == text
+    assert duration(seconds) == text
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 60))

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from cairn.inference.client import InferenceClient, Unauthorized
 from cairn.inference.pool.member import Member, Weights
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.run import spans
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._in_flight = 0
+        self._busy_since = 0.0
         self._marked = time.monotonic()
         self._clear()
 
@@ -119,12 +121,16 @@ class Counts:
     def begin(self) -> None:
         """A request has been sent."""
         self._mark()
+        if not self._in_flight:
+            self._busy_since = time.time()
         self._in_flight += 1
 
     def end(self) -> None:
         """A request has been answered or given up."""
         self._mark()
         self._in_flight -= 1
+        if not self._in_flight:
+            spans.add("servers", "generating", self._busy_since)
 
     def take(self) -> dict[str, float]:
         """The counts, which begin anew."""

@@ -14,6 +14,7 @@ from cairn.inference.pool.member import Member, Weights, tensor_bytes
 from cairn.inference.pool.membership import Counts, Membership, PoolSettings, ServerList
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
+from cairn.run import spans
 from cairn.run.messages import Probe
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,10 @@ class ServerPool:
                 raise refusal from None
             raise
         finally:
-            self._counts.push_seconds += time.monotonic() - started
+            seconds = time.monotonic() - started
+            self._counts.push_seconds += seconds
+            now = time.time()
+            spans.add("weights", "pushing weights", now - seconds, now)
 
     async def prove(self, probe: Probe) -> None:
         """Have all servers score the probe of the weights that they were given with `probe_follows`.

@@ -101,7 +101,7 @@ class Worker:
         index = _index_of(rank.gpu)
         os.environ["LOCAL_RANK"] = str(index)
         run = config.run_directory()
-        heartbeat.start(run.heartbeat(rank.name))
+        heartbeat.start(run.heartbeat(rank.name), run.spans_of(rank.name))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
         with importing():

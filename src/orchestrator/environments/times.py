@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from cairn.run import spans
+
 
 @dataclass(frozen=True)
 class CallSeconds:
@@ -29,6 +31,7 @@ class CallTimes:
         self._lock = threading.Lock()
         self._at_once = 0
         self._marked = clock()
+        self._busy_since = 0.0
         self._taken = CallSeconds()
 
     @contextlib.contextmanager
@@ -47,7 +50,12 @@ class CallTimes:
         with self._lock:
             now, taken = self._clock(), self._taken
             passed = now - self._marked if self._at_once else 0.0
-            self._marked, self._at_once = now, self._at_once + more
+            self._marked, before = now, self._at_once
+            self._at_once += more
+            if not before and more:
+                self._busy_since = time.time()
+            elif before and not self._at_once:
+                spans.add("environments", "rewarding", self._busy_since)
             self._taken = CallSeconds(
                 taken.calls + calls,
                 taken.running + running,
