@@ -54,6 +54,7 @@ class _Heart:
         self.marks = 0
         self.since = time.time()
         self.spans: spans.Recorder | None = None
+        self.span_since = self.since
         self._writing = threading.Lock()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +109,9 @@ def doing(what: str, *, waiting: bool = False, lengthy: bool = False) -> None:
     """Note that the main thread begins something new. Does nothing unless `start` was called."""
     if _heart is not None:
         now = time.time()
-        if _heart.spans is not None:
-            _heart.spans.add(spans.MAIN, _heart.doing, _heart.since, now, waiting=_heart.waiting)
+        if _heart.spans is not None and (what, waiting) != (_heart.doing, _heart.waiting):
+            _heart.spans.add(spans.MAIN, _heart.doing, _heart.span_since, now, waiting=_heart.waiting)
+            _heart.span_since = now
         _heart.doing, _heart.waiting, _heart.since = what, waiting, now
         _heart.lengthy = lengthy
         _heart.marks += 1

@@ -27,7 +27,7 @@ MAIN = "main"
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """Something that a role did. begin: seconds since 1970. Spans of one lane may overlap; main's do not."""
 
     role: str
@@ -97,14 +97,14 @@ def span(lane: str, name: str, **about: Any) -> Generator[None]:
         add(lane, name, begin, **about)
 
 
-def read(folder: Path) -> Iterator[Span]:
+def read(folder: Path) -> Iterator[TimeSpan]:
     """All spans of a run that are on disk, by role and then as they ended; damaged lines are left out."""
     for path in _files(folder):
         role = path.name.removesuffix(".jsonl").removesuffix(".1")
         for row in JsonLines(path).rows():
             lane, name, begin, seconds = (row.pop(key, None) for key in ("lane", "name", "begin", "seconds"))
             if isinstance(lane, str) and isinstance(name, str) and _is_time(begin) and _is_time(seconds):
-                yield Span(role, lane, name, float(begin), float(seconds), row)
+                yield TimeSpan(role, lane, name, float(begin), float(seconds), row)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -122,7 +122,7 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-def phases_of(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
+def phases_of(spans: Iterable[TimeSpan]) -> dict[str, dict[str, float]]:
     """Seconds of each role's main thread by kind of work: names that differ in numbers are one kind."""
     found: dict[str, dict[str, float]] = {}
     for one in spans:
@@ -133,7 +133,7 @@ def phases_of(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     return found
 
 
-def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+def chrome_trace(spans: Iterable[TimeSpan]) -> dict[str, Any]:
     """Spans in the JSON format that Perfetto and chrome://tracing open; times are in microseconds.
 
     Source: the Trace Event Format: complete events (`X`), and metadata (`M`) with the names of processes and

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cairn.run import spans
 from cairn.run.directory import RunDirectory
-from cairn.run.spans import MAIN, Recorder, Span, chrome_trace, phases_of, read
+from cairn.run.spans import MAIN, Recorder, TimeSpan, chrome_trace, phases_of, read
 
 
 def test_a_process_leaves_what_it_did_behind(tmp_path: Path):
@@ -75,14 +75,14 @@ def test_damaged_files_are_read_as_far_as_they_go(
     folder = tmp_path_factory.mktemp("spans")
     good = json.dumps({"lane": MAIN, "name": "step 1", "begin": 1.0, "seconds": 2.0}).encode()
     (folder / "trainer.jsonl").write_bytes(b"\n".join([*lines, b'{"lane": 1, "name": "x"}', good, good[:9]]))
-    assert Span("trainer", MAIN, "step 1", 1.0, 2.0, {}) in list(read(folder))
+    assert TimeSpan("trainer", MAIN, "step 1", 1.0, 2.0, {}) in list(read(folder))
 
 
 def test_the_trace_is_what_perfetto_opens():
     """Complete events in microseconds, with names of processes and threads."""
     found = [
-        Span("trainer", MAIN, "step 1", 10.0, 0.5, {"waiting": False}),
-        Span("orchestrator", "servers", "generating", 9.0, 2.0, {}),
+        TimeSpan("trainer", MAIN, "step 1", 10.0, 0.5, {"waiting": False}),
+        TimeSpan("orchestrator", "servers", "generating", 9.0, 2.0, {}),
     ]
     trace = chrome_trace(found)
     names = {(e["name"], e["args"]["name"]) for e in trace["traceEvents"] if e["ph"] == "M"}
@@ -93,6 +93,6 @@ def test_the_trace_is_what_perfetto_opens():
 
 
 def test_kinds_of_work_are_counted_without_their_numbers():
-    found = [Span("trainer", MAIN, f"step {n}, micro-batch {n}", n, 2.0, {}) for n in range(5)]
-    found.append(Span("trainer", "saves", "saving", 0, 9.0, {}))
+    found = [TimeSpan("trainer", MAIN, f"step {n}, micro-batch {n}", n, 2.0, {}) for n in range(5)]
+    found.append(TimeSpan("trainer", "saves", "saving", 0, 9.0, {}))
     assert phases_of(found) == {"trainer": {"step N, micro-batch N": 10.0}}
