@@ -3,10 +3,10 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cairn.run.output import duration, printable
 from cairn.run.spans import chrome_trace, phases_of, read
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
+from cairn.watch.goodput import MEANING, ORDER, TimeAccount, sentence, time_account
 from cairn.watch.overview import Overview, overview
 
 DEPTH = 4
@@ -137,13 +138,19 @@ def diagnose() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     trace = "also write what each role did when, for Perfetto or chrome://tracing"
     parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
+    price = "price of an hour of the run's machines, in any unit: the account is in money, too"
+    parser.add_argument("--price", type=_price, metavar="X", help=price)
     arguments = parser.parse_args(sys.argv[1:])
     view = _view(arguments.run)
     shown = overview(view, here=str(arguments.run))
+    account = time_account(view.metrics(), view.history(), view.costs())
     if arguments.trace is not None:
         write_atomic(arguments.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in shown.findings], indent=2))
+        found = [dataclasses.asdict(finding) for finding in shown.findings]
+        money = {} if arguments.price is None else {"price": account.price(arguments.price)}
+        times = {"seconds": account.seconds, "idle": account.idle, "ettr": account.ettr, **money}
+        print(json.dumps({"findings": found, "time": times}, indent=2))
         return WRONG if shown.findings else 0
     of = f" of {shown.max_steps}" if shown.max_steps else ""
     print(f"{printable(arguments.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
@@ -154,21 +161,37 @@ def diagnose() -> int:
 
         print(f"nothing is wrong by any of the {len(RULES)} rules (docs/watching.md lists them)")
     print()
-    for line in _account(shown):
-        print(printable(line))
+    if shown.pace is not None:
+        wait = shown.shares["wait"]
+        print(f"a step takes {shown.pace:.3g} s: the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}")
+    print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
+    print_account(account, arguments.price)
     print_phases(view.run)
     return WRONG if shown.findings else 0
 
 
-def _account(shown: Overview) -> Iterator[str]:
-    """Where the run's time goes, and what it has cost."""
-    if shown.pace is not None:
-        wait = shown.shares["wait"]
-        yield f"a step takes {shown.pace:.3g} s: the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}"
-    yield (
-        f"goodput {shown.goodput:.2f}: the share of the run's time that went into steps that count; "
-        f"{shown.restarts} restarts, {shown.recomputed} steps recomputed"
-    )
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price: a number from 0 on")
+    return value
+
+
+def print_account(account: TimeAccount, price: float | None) -> None:
+    """What became of the run's time, and what that has cost at `price` an hour."""
+    money = account.price(price) if price is not None else {}
+    rows = [
+        [kind, duration(account.seconds[kind]), f"{account.seconds[kind] / account.wall:.0%}",
+         *([f"{money[kind]:,.2f}"] if money else []), MEANING[kind]]
+        for kind in ORDER
+        if account.wall > 0
+    ]  # fmt: skip
+    print_table(["time", "how long", "share", *(["price"] if money else []), "what it is"], rows)
+    if account.idle >= 1:
+        print(f"and for {duration(account.idle)} between attempts nobody was at work on it")
 
 
 def print_phases(run: RunDirectory) -> None:

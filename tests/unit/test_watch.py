@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from cairn.launch import main
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
-from cairn.run.history import resumed
+from cairn.run.history import Costs, resumed
 from cairn.run.messages import Attempt
 from cairn.run.output import duration
 from cairn.run.view import RunView
 from cairn.watch.commands import find_runs
+from cairn.watch.goodput import sentence, time_account
 from cairn.watch.overview import Curve, overview
 from cairn.watch.terminal import BLOCKS, spark
 
@@ -112,8 +113,9 @@ def test_diagnosis_says_why_a_run_does_not_learn(tmp_path: Path, said: Callable)
     assert "1. 32 of 32 prompts taught nothing in steps 1 to 4 (all answers alike: 32 all wrong)" in out
     assert "the trainer computes 80% of it, waits 20%" in out
     _, out, _ = said("diagnose", run.path, "--json")
-    (finding,) = json.loads(out)
-    assert finding["rule"] == "no spread"
+    shown = json.loads(out)
+    assert [finding["rule"] for finding in shown["findings"]] == ["no spread"]
+    assert sum(shown["time"]["seconds"].values()) > 0
     code, out, _ = said("diagnose", make(tmp_path / "fine").path)
     assert (code, "nothing is wrong" in out) == (0, True)
 
@@ -242,3 +244,72 @@ def test_a_rising_curve_rises():
     text = spark(Curve("a", "a", [(step, float(step)) for step in range(100)]), 8)
     assert text == BLOCKS
     assert spark(Curve("a", "a", [(1, 2.0), (2, 3.0)]), 8, plain=True) == "2 -> 3"
+
+
+# What became of the time.
+
+
+def history(*attempts: tuple[float, float]) -> list[dict]:
+    """Attempts by the time at which each began, and how long nobody was at work before it."""
+    return [
+        {"event": "attempt", "number": number, "time": time, "idle": idle}
+        for number, (time, idle) in enumerate(attempts, start=1)
+    ]
+
+
+def timed(*rows: tuple[float, float, float], **more: Any) -> list[dict]:
+    """Rows by step, wait and the wall time at their end."""
+    return [
+        {"step": step, "time/step": computed, "time/wait": wait, "run/wall_seconds": wall, **more}
+        for step, (computed, wait, wall) in enumerate(rows, start=1)
+    ]
+
+
+def test_every_second_of_a_run_is_accounted_for():
+    """Started for 20 s, two steps, a stop of 100 s, 8 s to come back, a step with a save, 5 s since then."""
+    rows = timed((2, 1, 23), (2, 1, 26), (2, 1, 37), (2, 1, 41))
+    rows[3]["time/save_stall"] = 0.5
+    account = time_account(rows, history((1000, 0), (1126, 100)), Costs({}, 0, 12, 46))
+    assert account.seconds == {
+        "computed": 8,
+        "waited": 4,
+        "saved": 0.5,
+        "started": 28,
+        "lost": 0,
+        "other": 5.5,
+    }
+    assert (account.wall, account.idle, account.ettr) == (46, 100, pytest.approx(12 / 46))
+    assert account.price(3600.0)["started"] == 28
+    assert sentence(account).startswith("17% of the run's time was computed; 61% started, 12% other")
+
+
+def test_restarts_and_what_is_done_again_are_lost_time():
+    rows = timed((2, 1, 23), (2, 30, 55), (2, 1, 70))
+    rows[1] |= {"run/restarts": 1}
+    rows[2] |= {"run/restarts": 1, "run/recomputed_steps": 2}
+    account = time_account(rows, history((1000, 0), (1060, 0)), Costs({"trainer": 1}, 2, 8, 70))
+    assert account.seconds["lost"] == 30 + 12
+    assert account.wall == 70
+
+
+NUMBERS = st.floats(0, 1e6) | st.none()
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=8), st.floats(0, 1e6))
+def test_the_kinds_of_time_add_up_to_the_wall_time(rows: list[tuple], wall: float):
+    """Or to more, where the rows alone have taken longer than that, because a clock was set back."""
+    names = ("time/step", "time/wait", "run/wall_seconds", "time/save_stall")
+    seen = [{"step": n, **dict(zip(names, row, strict=True))} for n, row in enumerate(rows, start=1)]
+    account = time_account(seen, history((0, 0), (50, 10)), Costs({}, 0, 0, wall))
+    assert all(seconds >= 0 for seconds in account.seconds.values())
+    assert account.wall >= wall * (1 - 1e-9)
+    assert 0 <= account.ettr <= 1
+    assert sentence(account)
+
+
+def test_the_account_is_in_money_if_an_hour_has_a_price(tmp_path: Path, said: Callable):
+    run = make(tmp_path / "run", **{"run/wall_seconds": 3600.0})
+    _, out, _ = said("diagnose", run.path, "--price", "2.5")
+    assert re.search(r"computed +8 s +\d+% +0.01 +steps that count", out)
+    code, _, err = said("diagnose", run.path, "--price", "cheap")
+    assert (code, "'cheap' is not a price" in err) == (2, True)

@@ -1,0 +1,114 @@
+"""What became of every second of a run: computed, waited, saved, started, lost, or nobody at work.
+
+It is made from metrics.jsonl and history.jsonl alone. The wall time of a row (`run/wall_seconds`) counts from
+the run's first attempt and leaves out the time between attempts; what lies between two rows and is neither a
+step nor its wait is time that a start, a restart or a save has taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cairn.run.history import Costs
+from cairn.run.jsonlines import Row
+from cairn.run.metrics import number
+
+ORDER = ("computed", "waited", "saved", "started", "lost", "other")
+"""The kinds of time, in the order in which they are shown; all of them together are the wall time."""
+MEANING = {
+    "computed": "steps that count",
+    "waited": "the trainer waited for rollouts or records, in steps that count",
+    "saved": "training stood still for saves",
+    "started": "from the start of an attempt to its first step",
+    "lost": "steps that were done again, and restarts of roles",
+    "other": "between steps, and since the newest one",
+}
+
+
+@dataclass(frozen=True)
+class TimeAccount:
+    """Seconds of a run by what became of them, and those in which no process of it was running."""
+
+    seconds: dict[str, float]
+    idle: float
+
+    @property
+    def wall(self) -> float:
+        """Seconds in which somebody was at work on the run."""
+        return sum(self.seconds.values())
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: computed and waited time over the wall time; 1.0 before any time."""
+        useful = self.seconds["computed"] + self.seconds["waited"]
+        return useful / self.wall if self.wall > 0 else 1.0
+
+    def price(self, per_hour: float) -> dict[str, float]:
+        """What each kind of time has cost, in the unit of `per_hour`."""
+        return {kind: seconds / 3600 * per_hour for kind, seconds in self.seconds.items()}
+
+
+def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> TimeAccount:
+    """The account of a run until now.
+
+    Args:
+        rows: of metrics.jsonl; those of steps that were done again are not among them any more.
+        history: of history.jsonl.
+        costs: of the run until now; their wall time is what the account adds up to.
+    """
+    seconds = dict.fromkeys(ORDER, 0.0)
+    before: Row | None = None
+    end = 0.0
+    for row in rows:
+        step, wait = number(row, "time/step") or 0.0, number(row, "time/wait") or 0.0
+        wall = number(row, "run/wall_seconds")
+        seconds["computed"] += step
+        disturbed = before is not None and _restarts(row) > _restarts(before)
+        seconds["lost" if disturbed else "waited"] += wait
+        if wall is None:
+            continue
+        rest = max(wall - end - step - wait, 0.0)
+        end = max(end, wall)
+        stall = min(number(row, "time/save_stall") or 0.0, rest)
+        seconds["saved"] += stall
+        rest -= stall
+        if before is None or _attempt_of(row, before, history):
+            again = before is not None and (number(row, "run/recomputed_steps") or 0.0) > (
+                number(before, "run/recomputed_steps") or 0.0
+            )
+            seconds["lost" if again else "started"] += rest
+        else:
+            seconds["lost" if disturbed else "other"] += rest
+        before = row
+    missing = max(costs.wall_seconds - sum(seconds.values()), 0.0)
+    seconds["started" if before is None else "other"] += missing
+    idle = sum(number(event, "idle") or 0.0 for event in history if event["event"] == "attempt")
+    return TimeAccount(seconds, idle)
+
+
+def _restarts(row: Row) -> float:
+    return number(row, "run/restarts") or 0.0
+
+
+def _attempt_of(row: Row, before: Row, history: Sequence[Row]) -> bool:
+    """Whether an attempt began between two rows: by its start, on the clock that leaves out idle time."""
+    first = next((event["time"] for event in history if event["event"] == "attempt"), None)
+    if first is None:
+        return False
+    idle = 0.0
+    low, high = number(before, "run/wall_seconds") or 0.0, number(row, "run/wall_seconds") or 0.0
+    for event in history:
+        if event["event"] != "attempt":
+            continue
+        idle += event["idle"]
+        if low <= event["time"] - first - idle < high and event["time"] != first:
+            return True
+    return False
+
+
+def sentence(account: TimeAccount) -> str:
+    """The account in one sentence."""
+    shares = {kind: account.seconds[kind] / account.wall for kind in ORDER} if account.wall > 0 else {}
+    worst = [kind for kind in sorted(shares, key=lambda kind: -shares[kind]) if kind != "computed"][:2]
+    parts = [f"{shares[kind]:.0%} {kind}" for kind in worst if shares[kind] >= 0.005]
+    computed = f"{shares.get('computed', 0.0):.0%} of the run's time was computed"
+    return f"{computed}; {', '.join(parts)}; goodput (ETTR) {account.ettr:.2f}" if parts else computed
