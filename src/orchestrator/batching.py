@@ -18,7 +18,7 @@ from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.policy_sync.gpu_turns import Sharing
 from cairn.orchestrator.policy_sync.resume import Remade
-from cairn.orchestrator.prompts.prompts import Pools, Prompts
+from cairn.orchestrator.prompts.prompts import DifficultyFilter, Prompts
 from cairn.orchestrator.prompts.sources import problems_of
 from cairn.orchestrator.rollout_log import rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
@@ -60,7 +60,7 @@ class BatchMaker:
         dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
         self._dropped = Counter(group.environment for group in dropped)
         """Prompts of each environment that were dropped since the last batch; `_failed`, `_redrawn` and
-        `_resting` likewise."""
+        `_filtered` likewise."""
         self._failed = Counter[int]()
         self._unscored = Counter[int]()
         """Of those that failed, the prompts of whose answers the environment has nothing to say."""
@@ -69,14 +69,14 @@ class BatchMaker:
         self._redrawn = Counter[int]()
         for reason in (NO_SPREAD, ALL_MASKED):
             self._redrawn += state.ledger.given_up(reason, state.shipped.newest.step + 1)
-        self._resting = state.ledger.given_up(RESTS, state.shipped.newest.step + 1)
+        self._filtered = state.ledger.given_up(RESTS, state.shipped.newest.step + 1)
         self._given_up: list[AnswerGroup] = []
         if dropped:
             logger.warning(
                 "%d prompts are sampled again: their answers come from another temperature", len(dropped)
             )
-        self.pools = Pools(state.ledger, [source.config.pools for source in state.sources])
-        self.prompts = Prompts(state.ledger, self.pools)
+        self.filter = DifficultyFilter(state.ledger, [source.config.pools for source in state.sources])
+        self.prompts = Prompts(state.ledger, self.filter)
         self.remade = Remade(state, self.prompts.ready)
 
     async def run(self) -> None:
@@ -186,7 +186,7 @@ class BatchMaker:
             if in_flight > config.max_in_flight and prompts.answering:
                 return
             if group is None:
-                self._resting.update(one.environment for one in prompts.next(served).resting)
+                self._filtered.update(one.environment for one in prompts.next(served).skipped)
                 group = prompts.issue(served, self.state.shipped.newest.step + 1)
             else:
                 prompts.partial.remove(group)
@@ -229,7 +229,7 @@ class BatchMaker:
         state.ledger.ship(batch.header.ledger, {group.place: group.problem for group in groups})
         state.shipped.add(batch.header.ledger)
         self.remade.shipped(step)
-        self._dropped, self._failed, self._redrawn, self._resting = (Counter[int]() for _ in range(4))
+        self._dropped, self._failed, self._redrawn, self._filtered = (Counter[int]() for _ in range(4))
         self._unscored = Counter[int]()
         self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
@@ -316,14 +316,14 @@ class BatchMaker:
         }
 
     def _of_pools(self, step: int) -> dict[str, float]:
-        """What rests while the batch of `step` is made, in all and by environment; nothing without pools."""
+        """What the difficulty filter skips while the batch of `step` is made, in all and by environment."""
         found = Counter[str]()
         for number, source in enumerate(self.state.sources):
-            sizes = self.pools.sizes(number, step - 1)
+            sizes = self.filter.sizes(number, step - 1)
             if not sizes:
                 continue
             own = {f"pool/{name}": size for name, size in sizes.items()}
-            own["groups/resting"] = self._resting[number]
+            own["groups/resting"] = self._filtered[number]
             found.update(own)
             if len(self.state.sources) > 1:
                 found.update({f"env/{source.label}/{name}": value for name, value in own.items()})

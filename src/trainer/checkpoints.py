@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.retention import Spare, apply_retention
@@ -42,36 +42,37 @@ PACKED = ("trainer",)
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
-class Checkpoints(Protocol):
-    """What the training loop asks for when it comes to saving; all ranks ask together."""
+class Checkpoints:
+    """What the training loop asks for when it comes to saving; all ranks ask together.
+
+    This class itself is for a run that saves nothing.
+    """
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after `step`; `last` if it must be saved in any case."""
-        ...
+        return False
 
     def overdue(self) -> bool:
         """Whether the last save was too long ago, by this rank's clock."""
-        ...
+        return False
 
     def others_saved(self, step: int) -> bool:
         """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
-        ...
+        return False
 
     def in_time(self, step: int) -> bool:
         """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
-        ...
+        return True
 
     def prepare(self) -> None:
         """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
-        ...
 
     def before_update(self) -> None:
         """Return once the weights and the optimiser's state have been copied."""
-        ...
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are."""
-        ...
+        raise AssertionError("a run without checkpoints saves nothing")
 
     def wait(self) -> None:
         """Wait for the save in progress; `check` tells of it.
@@ -79,11 +80,10 @@ class Checkpoints(Protocol):
         Raises:
             CheckpointError: it failed.
         """
-        ...
 
     def metrics(self) -> Mapping[str, float]:
         """What a step's row says of the checkpoints; known to rank 0 only."""
-        ...
+        return {}
 
     def check(self) -> list[Saved]:
         """The saves completed since the last call.
@@ -91,60 +91,14 @@ class Checkpoints(Protocol):
         Raises:
             CheckpointError: a save has failed.
         """
-        ...
+        return []
 
     def finish(self) -> list[Saved]:
         """Wait for the last save, and end; the saves completed since the last `check`."""
-        ...
+        return []
 
     def abandon(self) -> None:
         """End, and give up a save that is under way."""
-        ...
-
-
-class NoCheckpoints:
-    """Of a run that saves nothing."""
-
-    def due(self, step: int, *, last: bool) -> bool:
-        """Never."""
-        return False
-
-    def overdue(self) -> bool:
-        """Never."""
-        return False
-
-    def others_saved(self, step: int) -> bool:
-        """There is no checkpoint of which they could be parts."""
-        return False
-
-    def in_time(self, step: int) -> bool:
-        """Nothing takes time."""
-        return True
-
-    def prepare(self) -> None:
-        """Nothing is needed."""
-
-    def before_update(self) -> None:
-        """Nothing is being copied."""
-
-    def save(self, metrics: Mapping[str, float]) -> None:
-        """It is never due."""
-        raise AssertionError("a run without checkpoints saves nothing")
-
-    def wait(self) -> None:
-        """None is in progress."""
-
-    def metrics(self) -> Mapping[str, float]:
-        return {}
-
-    def check(self) -> list[Saved]:
-        return []
-
-    def finish(self) -> list[Saved]:
-        return []
-
-    def abandon(self) -> None:
-        """There is nothing to give up."""
 
 
 def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str, ...]) -> Checkpoints:
@@ -155,7 +109,7 @@ def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str,
         others: the parts of each checkpoint that other roles write.
     """
     ckpt = context.state.config.ckpt
-    return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else NoCheckpoints()
+    return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else Checkpoints()
 
 
 def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
@@ -169,7 +123,7 @@ def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
     return wanted if needed <= usable else usable * wanted // needed
 
 
-class TrainerCheckpoints:
+class TrainerCheckpoints(Checkpoints):
     """Saves a trainer's state, off the training loop's critical path."""
 
     def __init__(self, context: Context, ckpt: CkptConfig, parent: Origin | None, others: tuple[str, ...]):
@@ -193,7 +147,7 @@ class TrainerCheckpoints:
             self._companions = {**companions(policy.module, context.model_folder), **policy.beside()}
         self._saved_at = time.monotonic()
         jobs = _jobs_of(context, ckpt, self.store)
-        self.metrics = jobs.metrics
+        self._jobs = jobs
 
         def before_commit() -> None:
             context.run.metrics.make_durable()
@@ -225,7 +179,6 @@ class TrainerCheckpoints:
             before_commit=before_commit,
             after_commit=committed,
         )
-        self.before_update = self._saver.before_update
 
     def due(self, step: int, *, last: bool) -> bool:
         interval = self._ckpt.interval
@@ -247,6 +200,12 @@ class TrainerCheckpoints:
     def prepare(self) -> None:
         if self._ckpt.interval or self._ckpt.interval_minutes:
             self._saver.prepare(self._tensors())
+
+    def before_update(self) -> None:
+        self._saver.before_update()
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._jobs.metrics()
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are; unless `save_async`, wait for the commit."""
@@ -279,11 +238,9 @@ class TrainerCheckpoints:
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
-        """Wait for the save in progress; see `Saver.finish`."""
         self._saver.finish()
 
     def check(self) -> list[Saved]:
-        """The saves completed since the last call; see `Saver.check`."""
         saved = self._saver.check()
         if self.state.group.rank == 0:
             self._times.note(saved)

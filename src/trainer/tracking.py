@@ -1,7 +1,7 @@
 """Where a step's metrics go: metrics.jsonl always, Weights & Biases if asked."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.directory import RunDirectory
@@ -40,42 +40,26 @@ def check_login(config: TrainerBase) -> None:
         )
 
 
-class Tracker(Protocol):
-    """Takes each step's row."""
+class Tracker:
+    """Takes each step's row; this class itself forgets it, on ranks whose rows are those of rank 0."""
 
     def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The column by which the row hangs together with the one before it."""
-        ...
+        return {}
 
     def log(self, row: dict[str, Any]) -> None:
         """Record the metrics of one step, which the row names."""
-        ...
 
     def close(self) -> None:
         """Finish what is still on its way."""
-        ...
 
 
 def make_tracker(config: TrainerBase, run: RunDirectory, attempt: Attempt, rank: int) -> Tracker:
     """What writes the run's metrics down on rank 0; the other ranks' rows are the same, and go nowhere."""
-    return RunTracker(config, run, attempt) if rank == 0 else NoTracker()
+    return RunTracker(config, run, attempt) if rank == 0 else Tracker()
 
 
-class NoTracker:
-    """Forgets every row."""
-
-    def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing: rank 0 has it."""
-        return {}
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Forget it."""
-
-    def close(self) -> None:
-        """Nothing is on its way."""
-
-
-class RunTracker:
+class RunTracker(Tracker):
     """Writes each row to metrics.jsonl, and to W&B if the run is to."""
 
     def __init__(self, config: TrainerBase, run: RunDirectory, attempt: Attempt):
@@ -99,7 +83,6 @@ class RunTracker:
                 )
 
     def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The column by which the row hangs together with the newest one."""
         follows = self._last is not None and self._last["step"] == row["step"] - 1
         return {CHAIN: chained(row, self._last if follows else None)}
 

@@ -34,7 +34,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.ledger import FORMAT, RESTS, Ledger, LedgerRun, read_ledger
 from cairn.orchestrator.prompt_order import Order, Portion
-from cairn.orchestrator.prompts.prompts import Pools
+from cairn.orchestrator.prompts.prompts import DifficultyFilter
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import RLBatch
 from cairn.run.messages import ShippedBatch
@@ -362,12 +362,12 @@ def test_only_outcomes_that_count_are_kept_and_a_rewound_copy_forgets_later_ones
 
 def test_a_problem_is_judged_once_it_was_asked_often_enough(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.sqlite", RUN, None, 0)
-    pools = Pools(ledger, [PoolsConfig(easy=0.9, window=2, rest=3)])
+    pools = DifficultyFilter(ledger, [PoolsConfig(easy=0.9, window=2, rest=3)])
     order, problem = RUN.order, RUN.order.at(0).problem
     own = [place for place in range(40) if order.at(place).problem == problem]
 
     def rests(epoch: int, policy: int) -> bool:
-        return pools.rests(AnswerGroup(own[epoch], problem, policy, [], []))
+        return pools.skips(AnswerGroup(own[epoch], problem, policy, [], []))
 
     fill(ledger, answered(own[0], 1.0, 1.0), answered(own[1], 0.5, 1.0), answered(own[2], 1.0, 1.0))
     ship(ledger, 1, own[0])

@@ -82,17 +82,17 @@ class Ledger:
 
     # Prompts and answers
 
-    def issue(self, group: AnswerGroup, resting: Sequence[AnswerGroup] = (), step: int = 0) -> None:
+    def issue(self, group: AnswerGroup, skipped: Sequence[AnswerGroup] = (), step: int = 0) -> None:
         """Record that a prompt is about to be answered.
 
         Args:
-            resting: prompts before it that are not issued, because their problems rest.
+            skipped: prompts before it that the difficulty filter does not issue.
             step: the batch that leaves these out.
         """
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
         row = (group.place, group.problem, group.environment, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
-            self._give_up(resting, RESTS, step)
+            self._give_up(skipped, RESTS, step)
             self._database.execute(
                 "INSERT INTO groups (place, problem, environment, tries, policy_step, prompt_ids) "
                 "VALUES (?, ?, ?, ?, ?, ?)",

@@ -1,6 +1,6 @@
 """Outcomes: how good the answers to a problem were, kept when the answers themselves are gone.
 
-Only for environments whose problems may rest (`LedgerRun.remembered`).
+Only for environments with a difficulty filter (`LedgerRun.remembered`).
 """
 
 import itertools

@@ -63,7 +63,7 @@ class LedgerContent:
     dropped: list[Row]
     failed: list[Row]
     outcomes: dict[int, float]
-    """The mean reward of the answers to prompts of environments whose problems may rest, by place, as far as
+    """The mean reward of the answers to prompts of environments with a difficulty filter, by place, as far as
     it is still needed."""
     portions: tuple[Portion, ...]
     """The run's environments."""

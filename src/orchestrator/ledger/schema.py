@@ -16,7 +16,7 @@ from cairn.run.messages import ShippedBatch
 
 FORMAT = 6
 RESTS = "rests"
-"""The reason in `failed` of prompts that were not issued because their problem rests."""
+"""The reason in `failed` of prompts that the difficulty filter did not issue."""
 SCHEMA = """
 CREATE TABLE run (
     run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,

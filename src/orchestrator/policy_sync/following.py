@@ -145,7 +145,7 @@ class TrainerFollower:
                 if is_new:
                     async with self.sharing.serving:
                         await self._serve_last(step)
-                        await self.sharing.rest()
+                        await self.sharing.sleep_at_end()
                 self.sharing.end()
                 return step
             async with self.sharing.serving:

@@ -9,7 +9,6 @@ role that is started anew finds out by reading it.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from cairn.orchestrator.state import OrchestratorState
 
@@ -19,62 +18,40 @@ LAST_SLEEP = 30
 """Seconds that the servers get to fall asleep at the end of the run."""
 
 
-class Sharing(Protocol):
-    """When servers work and when they sleep."""
+class Sharing:
+    """When servers work and when they sleep.
 
-    serving: asyncio.Lock
-    """Held while servers are given a policy: from asking `wants` until they have it, and have proven it."""
+    This class itself is for a trainer that computes on other GPUs: servers serve every policy, and never
+    sleep, so that clients may ask them after the run, too.
+    """
+
+    def __init__(self) -> None:
+        self.serving = asyncio.Lock()
+        """Locked from asking `wants` until the servers have the policy, and have proven it."""
 
     def wants(self, step: int, *, last: bool = False) -> bool:
         """Whether the servers are given the policy of `step`; `last`: the run ends there."""
-        ...
-
-    def before_serving(self) -> None:
-        """Servers are about to be given a policy."""
-        ...
-
-    async def hand_over(self) -> None:
-        """Called when a batch may have been shipped, and in the beginning."""
-        ...
-
-    async def rest(self) -> None:
-        """Nothing is asked of the servers any more, which may have been given the last policy."""
-        ...
-
-    def end(self) -> None:
-        """No policy will be served any more."""
-        ...
-
-
-class Apart:
-    """The trainer computes elsewhere: servers serve every policy, and never sleep."""
-
-    def __init__(self, state: OrchestratorState, evaluation_due: Callable[[int], bool]):
-        self.serving = asyncio.Lock()
-
-    def wants(self, step: int, *, last: bool = False) -> bool:
-        """Always: clients may ask the servers after the run, too."""
         return True
 
     def before_serving(self) -> None:
-        """Nothing to do."""
+        """Servers are about to be given a policy."""
 
     async def hand_over(self) -> None:
-        """Nothing to do."""
+        """Called when a batch may have been shipped, and in the beginning."""
 
-    async def rest(self) -> None:
-        """Nothing to do: clients may ask the servers."""
+    async def sleep_at_end(self) -> None:
+        """Nothing is asked of the servers any more, which may have been given the last policy."""
 
     def end(self) -> None:
-        """Nothing to do."""
+        """No policy will be served any more."""
 
 
-class TakingTurns:
+class TakingTurns(Sharing):
     """The servers sleep while the trainer has a batch, and are woken for the policy of the newest batch."""
 
     def __init__(self, state: OrchestratorState, evaluation_due: Callable[[int], bool]):
+        super().__init__()
         self.state = state
-        self.serving = asyncio.Lock()
         self._evaluation_due = evaluation_due
         self._versions = state.run.versions
 
@@ -124,7 +101,7 @@ class TakingTurns:
         attempt = self.state.attempt
         return max(self._versions.all_announced(attempt), default=attempt.start_step)
 
-    async def rest(self) -> None:
+    async def sleep_at_end(self) -> None:
         """If servers were woken for the last policy, have them sleep, and let a trainer take steps again.
 
         One that does not fall asleep in time is dead, or soon will be: the run ends.
@@ -149,4 +126,4 @@ def make_sharing(state: OrchestratorState, evaluation_due: Callable[[int], bool]
     Args:
         evaluation_due: whether the policy of a step is to be evaluated, and was not yet.
     """
-    return (TakingTurns if state.config.colocated else Apart)(state, evaluation_due)
+    return TakingTurns(state, evaluation_due) if state.config.colocated else Sharing()

@@ -10,23 +10,24 @@ from cairn.config.environment import PoolsConfig
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import AnswerGroup
 
-# Difficulty pools: problems that are too easy or too hard at the moment rest for some epochs.
+# The difficulty filter (`orchestrator.pools`): problems whose mean reward is too high or too low are skipped
+# for some epochs.
 
 
 EASY, HARD = "easy", "hard"
 NAMES = (EASY, HARD)
 
 
-class Pools:
-    """Which problems of the run's environments rest."""
+class DifficultyFilter:
+    """Skips the problems that lie in a pool, for `rest` epochs of their environment."""
 
     def __init__(self, ledger: Ledger, configs: Sequence[PoolsConfig]):
         """`configs`: of each environment, in order."""
         self.ledger = ledger
         self.configs = configs
 
-    def rests(self, group: AnswerGroup) -> bool:
-        """Whether a prompt is not to be issued, because its problem rests.
+    def skips(self, group: AnswerGroup) -> bool:
+        """Whether a prompt is not to be issued, because its problem was too easy or too hard of late.
 
         Outcomes of batches later than the policy that it would be issued under are not looked at.
         """
@@ -61,27 +62,27 @@ def pool_of(mean: float, config: PoolsConfig) -> str | None:
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTING = 1024
-"""For one prompt, at most as many are passed over because their problems rest; and no more than an epoch of
-all environments."""
+MOST_SKIPPED = 1024
+"""For one prompt, at most as many are skipped by the difficulty filter; and no more than an epoch of all
+environments."""
 
 
 @dataclass(frozen=True)
 class Next:
-    """What is issued next under a policy: `group`, an empty one; `resting` are passed over for it."""
+    """What is issued next under a policy: `group`, an empty one; the filter skips `skipped` for it."""
 
     policy_step: int
     group: AnswerGroup
-    resting: list[AnswerGroup]
+    skipped: list[AnswerGroup]
 
 
 class Prompts:
     """The prompts that are being answered or ready for a batch, and the place of the next new one."""
 
-    def __init__(self, ledger: Ledger, pools: Pools | None = None):
-        """Begin with the prompts that wait in the ledger. Without `pools`, no problem rests."""
+    def __init__(self, ledger: Ledger, filtering: DifficultyFilter | None = None):
+        """Begin with the prompts that wait in the ledger. Without `filtering`, no problem is skipped."""
         self.ledger = ledger
-        self.pools = pools or Pools(ledger, [PoolsConfig()] * len(ledger.run.order.portions))
+        self.filter = filtering or DifficultyFilter(ledger, [PoolsConfig()] * len(ledger.run.order.portions))
         waiting = ledger.waiting()
         self.ready = {group.place: group for group in waiting if group.rollouts and group.usable}
         """Groups that can be learned from, with all answers rewarded or failed, by place."""
@@ -94,7 +95,7 @@ class Prompts:
         self._again, self._following = ledger.never_issued()
         self._next: Next | None = None
         self._warned: int | None = None
-        """The policy under which all problems were last found to rest."""
+        """The policy under which too many problems in a row were last found to be skipped."""
 
     def __len__(self) -> int:
         return len(self.ready) + len(self.partial) + len(self.answering)
@@ -108,8 +109,8 @@ class Prompts:
         """
         found = self.next(policy_step)
         self._next = None
-        self.ledger.issue(found.group, found.resting, step)
-        taken = 1 + len(found.resting)
+        self.ledger.issue(found.group, found.skipped, step)
+        taken = 1 + len(found.skipped)
         self._following += max(0, taken - len(self._again))
         self._again = self._again[taken:]
         return found.group
@@ -121,15 +122,15 @@ class Prompts:
         return self._next
 
     def _find_next(self, policy_step: int) -> Next:
-        resting: list[AnswerGroup] = []
-        most = min(MOST_RESTING, self.ledger.run.problems)
+        skipped: list[AnswerGroup] = []
+        most = min(MOST_SKIPPED, self.ledger.run.problems)
         groups = self._next_groups(policy_step)
-        while self.pools.rests(group := next(groups)):
-            if len(resting) == most:
+        while self.filter.skips(group := next(groups)):
+            if len(skipped) == most:
                 self._warn(policy_step, most)
                 break
-            resting.append(group)
-        return Next(policy_step, group, resting)
+            skipped.append(group)
+        return Next(policy_step, group, skipped)
 
     def _next_groups(self, policy_step: int) -> Iterator[AnswerGroup]:
         """Empty groups for the next prompts: those that were dropped, then new ones."""
@@ -138,7 +139,7 @@ class Prompts:
             yield AnswerGroup(place, found.problem, policy_step, [], [], found.environment)
 
     def _warn(self, policy_step: int, most: int) -> None:
-        """Log that too many problems in a row rest, once for each policy."""
+        """Log that too many problems in a row are skipped, once for each policy."""
         if self._warned != policy_step:
             logger.warning(
                 "the problems of %d prompts in a row rest (orchestrator.pools), so the next one is asked "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.advantages import Advantage, make_advantage
@@ -13,36 +12,26 @@ from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 # What is learned from answers that are cut off by the length limit, or come close to it.
 
 
-class Overlong(Protocol):
-    """What is learned from answers of an environment that are too long."""
+class Overlong:
+    """What is learned from answers of an environment that are too long; by default as from all others."""
 
     def compared(self, group: AnswerGroup) -> AnswerGroup:
         """The group with the rewards by which its answers are compared; none of its answers has failed."""
-        ...
-
-    def masks(self, rollout: Rollout) -> bool:
-        """Whether nothing is learned from the answer, though its reward counts for those of its group."""
-        ...
-
-
-class Learn:
-    """They are learned from like all others."""
-
-    def compared(self, group: AnswerGroup) -> AnswerGroup:
         return group
 
     def masks(self, rollout: Rollout) -> bool:
+        """Whether nothing is learned from the answer, though its reward counts for those of its group."""
         return False
 
 
-class Mask(Learn):
+class Mask(Overlong):
     """Nothing is learned from those that are cut off. Source: DAPO, arXiv:2503.14476, section 3.4."""
 
     def masks(self, rollout: Rollout) -> bool:
         return rollout.finish_reason == "length"
 
 
-class Shape(Learn):
+class Shape(Overlong):
     """They lose reward the closer they come to the limit: DAPO's soft overlong punishment (equation 13).
 
     With the limit m, the buffer b and an answer of n tokens, that is penalty * clip((n - (m - b)) / b, 0, 1);
@@ -70,7 +59,7 @@ class Shape(Learn):
 
 
 KINDS: dict[str, Callable[[OrchestratorConfig], Overlong]] = {
-    "learn": lambda _: Learn(),
+    "learn": lambda _: Overlong(),
     "mask": lambda _: Mask(),
     "shape": lambda config: Shape(
         config.sampling.max_tokens, config.overlong.buffer, config.overlong.penalty

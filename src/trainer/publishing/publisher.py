@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -240,33 +239,18 @@ def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> P
     return Probe(token_ids.tolist(), logprobs.tolist(), max(kinds, key=lambda kind: ROUNDING[kind]))
 
 
-class GpuTurns(Protocol):
-    """When the trainer may use the GPU's memory."""
+class GpuTurns:
+    """When the trainer may use the GPU's memory; by default always, since no server computes on its GPU."""
 
     def may_train(self, step: int) -> bool:
         """Whether `step` may be trained now, if its batch is there."""
-        ...
-
-    def make_room(self) -> None:
-        """Servers may be awake from now on: give back the memory that holds nothing."""
-        ...
-
-
-class OwnGpu:
-    """No server computes on the trainer's GPU."""
-
-    def __init__(self, run: RunDirectory, attempt: Attempt):
-        pass
-
-    def may_train(self, step: int) -> bool:
-        """At any time."""
         return True
 
     def make_room(self) -> None:
-        """Nobody needs it: PyTorch keeps it for the next step."""
+        """Servers may be awake from now on: give back the memory that holds nothing."""
 
 
-class SharedGpu:
+class SharedGpu(GpuTurns):
     """Servers on the same GPU sleep while a step is trained."""
 
     def __init__(self, run: RunDirectory, attempt: Attempt):
@@ -286,4 +270,4 @@ class SharedGpu:
 
 def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt) -> GpuTurns:
     """As the configuration says."""
-    return (SharedGpu if config.colocated else OwnGpu)(run, attempt)
+    return SharedGpu(run, attempt) if config.colocated else GpuTurns()

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Protocol
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
@@ -19,34 +18,25 @@ from cairn.trainer.state import TrainerState
 logger = logging.getLogger(__name__)
 
 
-class Rewinder(Protocol):
-    """What becomes of a step in which an update spikes; all ranks ask together."""
+class Rewinder:
+    """What becomes of a step in which an update spikes; all ranks ask together.
+
+    This class itself is for a run that leaves single updates out, and never goes back.
+    """
 
     def known(self, step: int, update: int) -> str | None:
         """Why an update spiked when the step was made before; None if it did not, or never was."""
-        ...
+        return None
 
     def rewind(self, step: int, update: int, reason: str) -> int | None:
         """Go back because of `update` of `step`; the step whose weights are there now.
 
         None, with everything as it was, if only this update is to be left out.
         """
-        ...
-
-
-class NoRewinds:
-    """Of a run that leaves single updates out."""
-
-    def known(self, step: int, update: int) -> str | None:
-        """Nothing is remembered."""
-        return None
-
-    def rewind(self, step: int, update: int, reason: str) -> int | None:
-        """It never goes back."""
         return None
 
 
-class Rewinds:
+class Rewinds(Rewinder):
     """Goes back to the checkpoint of a step, and passes over all batches from there through the present one.
 
     Only weights and the optimisers' state go back. Step numbers, learning rates, the position in the data
@@ -65,7 +55,6 @@ class Rewinds:
         self._known: list[Rewind] = state.group.gather_objects(mine)[0]
 
     def known(self, step: int, update: int) -> str | None:
-        """Why this update spiked when the step was made before."""
         return next((one.reason for one in self._known if (one.step, one.update) == (step, update)), None)
 
     def rewind(self, step: int, update: int, reason: str) -> int | None:
@@ -113,4 +102,4 @@ def make_rewinder(
 ) -> Rewinder:
     """What `spike.on_spike` asks for; all ranks call it."""
     rewinds = config.spike.on_spike == "rewind"
-    return Rewinds(state, run, attempt, checkpoints) if rewinds else NoRewinds()
+    return Rewinds(state, run, attempt, checkpoints) if rewinds else Rewinder()

@@ -22,7 +22,7 @@ from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import BatchCounts, MicroBatch, RankBatch, UpdateBatch
 from cairn.trainer.state import TrainerState
-from cairn.trainer.step.rewinds import NoRewinds, Rewinder
+from cairn.trainer.step.rewinds import Rewinder
 
 
 class Learner(ABC):
@@ -92,7 +92,7 @@ class PolicyLearner(Learner):
         return self._state.balance.added_to(loss, sums, micro, counts, ranks)
 
 
-NO_REWINDS = NoRewinds()
+NO_REWINDS = Rewinder()
 
 
 def _nothing() -> None:

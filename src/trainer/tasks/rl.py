@@ -19,7 +19,7 @@ from cairn.trainer.losses import OLD_LOGPROBS, make_loss
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.publishing.publisher import GpuTurns, OwnGpu, VersionPublisher, make_probe, make_sharing
+from cairn.trainer.publishing.publisher import GpuTurns, VersionPublisher, make_probe, make_sharing
 from cairn.trainer.publishing.transports import TRANSPORTS, Served
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
@@ -161,7 +161,7 @@ class ShippedBatches:
         self.run = run
         self.attempt = attempt
         self.timeout = timeout
-        self.sharing = sharing or OwnGpu(run, attempt)
+        self.sharing = sharing or GpuTurns()
         self.check = check
 
     def next_batch(self, step: int) -> Batch | None:
