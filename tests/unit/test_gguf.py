@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES
@@ -24,10 +25,12 @@ from transformers import (
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.formats import WriteOptions, format_of, no_progress
 from cairn.formats.gguf.gguf import Gguf
+from cairn.formats.gguf.gguf_file import read_gguf
 from cairn.formats.gguf.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_metadata, write_tokenizer
 from cairn.formats.transfer.export_step import content_of_step, export
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.launch import main
+from cairn.run.errors import UsageError
 
 gguf = pytest.importorskip("gguf", reason="the dependency group formats is not installed")
 
@@ -386,11 +389,84 @@ def test_a_hostile_file_is_refused(what: str, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_other_quantisations_and_models_are_refused_by_name(tmp_path: Path):
+READ = [
+    kind for kind in gguf.GGMLQuantizationType if kind in gguf.quants._type_traits and kind.name != "BF16"
+]
+"""The quantisations that gguf can take apart: Q4_0 to MXFP4."""
+
+
+@pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
+def test_a_quantised_tensor_is_what_gguf_makes_of_its_blocks(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Read in pieces that begin and end within blocks; blocks that gguf can't write are random bytes."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    shape, drawn = (6, 3 * values), np.random.default_rng(7)
+    try:
+        blocks = gguf.quantize(drawn.standard_normal(shape, dtype=np.float32), kind)
+    except NotImplementedError:
+        blocks = drawn.integers(0, 60, (shape[0], 3 * nbytes), dtype=np.uint8)  # no scale is infinite
+    table = text_of("t") + struct.pack("<I2QIQ", 2, *reversed(shape), kind, 0)
     path = tmp_path / "x.gguf"
-    path.write_bytes(file_of(tensors=text_of("t") + struct.pack("<IQIQ", 1, 256, 12, 0), counts=(1, 0)))
-    with pytest.raises(CheckpointError, match=r"tensors in Q4_K, and only F32, F16, BF16 and Q8_0 .*: t"):
+    path.write_bytes(file_of(tensors=table, counts=(1, 0))[:-64] + blocks.tobytes())
+    source = read_gguf(path).tensors["t"]
+    assert (source.spec.shape, source.spec.dtype) == (shape, "F32")
+    expected = torch.from_numpy(gguf.dequantize(blocks, kind)).reshape(-1)
+    assert expected.isfinite().all()
+    assert expected.unique().numel() > 2
+    monkeypatch.setattr("cairn.formats.gguf.gguf_file.AT_ONCE", values)
+    for first, count in ((0, len(expected)), (values - 1, 2), (5, values), (values, 3 * values + 1)):
+        found = torch.empty(count)
+        source.fill(first, found)
+        assert torch.equal(found, expected[first : first + count])
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_a_run_begins_from_a_file_with_several_quantisations(step: Path, tmp_path: Path):
+    """As llama-quantize mixes them: what is imported is what transformers' loader makes of the file."""
+    export(step, tmp_path / "out", "gguf", WriteOptions())
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    path = tmp_path / "mixed.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            element = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], element)
+    kinds = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q5_1, gguf.GGMLQuantizationType.Q8_0]
+    for number, tensor in enumerate(reader.tensors):
+        kind = kinds[number % 3] if len(tensor.shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quantize(tensor.data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, _, _ = import_checkpoint(path, tmp_path / "again", "gguf")
+    again = load_file(found / "model" / "model.safetensors")
+    ours = load_file(step / "model" / "model.safetensors")
+    assert again.keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert torch.allclose(again[name], tensor, atol=0.2 * float(tensor.abs().max())), name
+    assert any(not torch.equal(again[name], tensor) for name, tensor in ours.items())
+
+
+def test_other_quantisations_and_models_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "x.gguf"
+
+    def with_tensor_of(kind: int) -> None:
+        table = text_of("t") + struct.pack("<IQIQ", 1, 256, kind, 0)
+        path.write_bytes(file_of(tensors=table, counts=(1, 0)))
+
+    for kind, name in ((15, "Q8_K"), (26, "I32"), (99, "type 99")):
+        with_tensor_of(kind)
+        with pytest.raises(CheckpointError, match=rf"tensors in {name}, which is not read: t"):
+            import_checkpoint(path, tmp_path / "run", "gguf")
+    with_tensor_of(12)
+    with pytest.raises(Damaged, match="lies outside the file"):
         import_checkpoint(path, tmp_path / "run", "gguf")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(UsageError, match="uv sync --group formats"):
+            import_checkpoint(path, tmp_path / "run", "gguf")
     name = text_of("general.architecture") + struct.pack("<I", 8) + text_of("mamba")
     path.write_bytes(file_of(name, counts=(0, 1)))
     with pytest.raises(CheckpointError, match="architecture 'mamba' can't be read"):

@@ -26,7 +26,10 @@ SUFFIX = ".gguf"
 
 
 class Gguf:
-    """One file of the architectures in MODEL_TYPES, in F32, F16, BF16 or Q8_0."""
+    """One file of the architectures in MODEL_TYPES: F32, F16, BF16, and the quantisations that gguf knows.
+
+    Q8_0 is the one that is written.
+    """
 
     stems = (MODEL,)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import StoredTensor, TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
+from cairn.formats.base import needed
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +37,10 @@ BLOCK_BYTES = 2 + BLOCK
 PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 """Types of tensors that are values as they are: safetensors' names by GGUF's numbers."""
 Q8_0 = 8
-OTHER_TYPES = {
-    **{2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K"},
-    **{14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"},
-    **{21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
-    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
-}
-"""Names of types that are refused, for the error."""
+"""The type of quantised tensors that is read without the package gguf."""
+AT_ONCE = 1 << 19
+"""Values that are dequantised or quantised at a time: gguf makes several copies of them. A multiple of the
+values in a block of any type."""
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 """Formats of numbers in `struct`, by GGUF's types of values."""
@@ -58,23 +56,68 @@ class GgufFile:
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A tensor in blocks of Q8_0, as float32; a `TensorSource`. blocks: its bytes."""
+class Quantization:
+    """A type of tensors in blocks. number: GGUF's of the type. values, nbytes: of a block."""
 
+    number: int
+    values: int
+    nbytes: int
+
+    def decode(self, blocks: "torch.Tensor") -> "torch.Tensor":
+        """The values of blocks, uint8 [blocks * nbytes]; float32 [blocks * values]."""
+        import torch
+
+        if self.number == Q8_0:
+            rows = blocks.view(-1, self.nbytes)
+            scales = rows[:, :2].contiguous().view(torch.float16).float()
+            return (scales * rows[:, 2:].view(torch.int8)).view(-1)
+        gguf = needed("gguf", "formats")
+        kind = gguf.GGMLQuantizationType(self.number)
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+
+
+def quantization_of(number: int) -> Quantization | str:
+    """The type of tensors with GGUF's number, or the name of a type that is not read.
+
+    Raises:
+        UsageError: the package gguf is needed to tell, and is not installed.
+    """
+    import torch
+
+    if number == Q8_0:
+        return Quantization(Q8_0, BLOCK, BLOCK_BYTES)
+    gguf = needed("gguf", "formats")
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        found = Quantization(number, *gguf.GGML_QUANT_SIZES[kind])
+    except (ValueError, KeyError):
+        return f"type {number}"
+    try:
+        found.decode(torch.zeros(found.nbytes, dtype=torch.uint8))
+    except NotImplementedError:
+        return str(kind.name)
+    return found
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor in blocks of a quantisation, as float32; a `TensorSource`. blocks: its bytes."""
+
+    kind: Quantization
     blocks: TensorSource
     spec: TensorSpec
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
         import torch
 
-        begin = first // BLOCK
-        end = -(-(first + len(into)) // BLOCK)
-        raw = torch.empty((end - begin) * BLOCK_BYTES, dtype=torch.uint8)
-        self.blocks.fill(begin * BLOCK_BYTES, raw)
-        rows = raw.view(-1, BLOCK_BYTES)
-        scales = rows[:, :2].contiguous().view(torch.float16).float()
-        values = (scales * rows[:, 2:].view(torch.int8)).view(-1)
-        into.copy_(values[first - begin * BLOCK :][: len(into)])
+        done = 0
+        while done < len(into):
+            block, skipped = divmod(first + done, self.kind.values)
+            count = min(len(into) - done, AT_ONCE - skipped)
+            raw = torch.empty(-(-(skipped + count) // self.kind.values) * self.kind.nbytes, dtype=torch.uint8)
+            self.blocks.fill(block * self.kind.nbytes, raw)
+            into[done : done + count] = self.kind.decode(raw)[skipped : skipped + count]
+            done += count
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -84,6 +127,7 @@ def read_gguf(path: Path) -> GgufFile:
         FileNotFoundError: there is no such file.
         Damaged: the file is invalid, or ends too early.
         CheckpointError: tensors are in quantisations that are not read; the message names these.
+        UsageError: there are tensors in other quantisations than Q8_0, and the package gguf is not installed.
     """
     size = path.stat().st_size
     if size < 24:
@@ -203,22 +247,23 @@ def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[s
         Damaged: tensors overlap, lie outside the file, or have the same name.
         CheckpointError: types of tensors are not read.
     """
-    if refused := [entry for entry in entries if entry.kind not in (*PLAIN, Q8_0)]:
-        kinds = sorted({OTHER_TYPES.get(entry.kind, f"type {entry.kind}") for entry in refused})
+    kinds = {number: quantization_of(number) for number in {entry.kind for entry in entries} - PLAIN.keys()}
+    if refused := [entry.name for entry in entries if isinstance(kinds.get(entry.kind), str)]:
+        names = sorted(kind for kind in kinds.values() if isinstance(kind, str))
         raise CheckpointError(
-            f"{path}: holds tensors in {', '.join(kinds)}, and only F32, F16, BF16 and Q8_0 are read: "
-            f"{listed(entry.name for entry in refused)}"
+            f"{path}: holds tensors in {', '.join(names)}, which is not read: {listed(refused)}"
         )
     found: dict[str, TensorSource] = {}
     position = start
     for entry in sorted(entries, key=lambda entry: entry.offset):
-        if entry.kind == Q8_0:
-            if not entry.shape or entry.shape[-1] % BLOCK:
-                raise Damaged(f"{path}: {entry.name} {list(entry.shape)} can't be in blocks of {BLOCK}")
-            nbytes = math.prod(entry.shape) // BLOCK * BLOCK_BYTES
+        kind = kinds.get(entry.kind)
+        if isinstance(kind, Quantization):
+            if not entry.shape or entry.shape[-1] % kind.values:
+                raise Damaged(f"{path}: {entry.name} {list(entry.shape)} can't be in blocks of {kind.values}")
+            nbytes = math.prod(entry.shape) // kind.values * kind.nbytes
             blocks = TensorSpec(entry.name, "U8", (nbytes,))
             spec = TensorSpec(entry.name, "F32", entry.shape)
-            found_here: TensorSource = Quantized(StoredTensor(path, start + entry.offset, blocks), spec)
+            found_here: TensorSource = Quantized(kind, StoredTensor(path, start + entry.offset, blocks), spec)
         else:
             spec = TensorSpec(entry.name, PLAIN[entry.kind], entry.shape)
             nbytes = spec.nbytes

@@ -110,6 +110,10 @@ def tokenizer_metadata(folder: Path, size: int) -> dict[str, Any]:
 def write_tokenizer(values: Mapping[str, Any], folder: Path) -> None:
     """Write the tokenizer that the metadata describes, the inverse of `tokenizer_metadata`.
 
+    transformers' `convert_gguf_tokenizer` (5.19) makes another one: without NFC, without Llama 3's whole
+    pieces, without tokens that begin and end a text, and without special tokens such as DeepSeek's, which have
+    characters outside of the byte alphabet; and unused numbers of the vocabulary become tokens.
+
     Raises:
         CheckpointError: it is not a byte-level BPE with a name that is known.
         Damaged: tokens are missing, or invalid.

@@ -19,7 +19,7 @@ from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import PIECE_BYTES, pieces_of
 from cairn.formats.base import Content, WriteOptions, needed
-from cairn.formats.gguf.gguf_file import ALIGNMENT, BLOCK, BLOCK_BYTES
+from cairn.formats.gguf.gguf_file import ALIGNMENT, AT_ONCE, BLOCK, BLOCK_BYTES
 from cairn.formats.gguf.gguf_model import ROPE_FACTORS, metadata_of, rope_factors
 from cairn.formats.gguf.gguf_tensors import Shifted, gguf_tensors
 from cairn.formats.gguf.gguf_tokenizer import tokenizer_metadata
@@ -28,9 +28,6 @@ from cairn.run.files import naming
 
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """GGUF's numbers of what most of a file is in."""
-
-QUANTIZED_AT_ONCE = 1 << 19
-"""Values; gguf makes several copies of them. A multiple of BLOCK."""
 
 
 def write(content: Content, path: Path, options: WriteOptions) -> None:
@@ -161,7 +158,7 @@ def _encoded(gguf: Any, name: str, source: TensorSource, kind: str) -> Iterator[
     """
     for piece in pieces_of(source):
         if kind == "Q8_0":
-            for part in piece.split(QUANTIZED_AT_ONCE):
+            for part in piece.split(AT_ONCE):
                 blocks = part.float().view(-1, BLOCK)
                 if bool((blocks.abs() > 127 * torch.finfo(torch.float16).max).any()):
                     raise CheckpointError(f"{name} has values beyond the range of Q8_0")
