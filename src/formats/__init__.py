@@ -13,8 +13,8 @@ from cairn.formats.huggingface.huggingface import HuggingFace
 from cairn.formats.huggingface.peft import Peft
 from cairn.formats.megatron.megatron import Megatron
 from cairn.formats.onnx import Onnx
+from cairn.formats.plain_file import PlainFile
 from cairn.formats.tensorflow import TensorFlow
-from cairn.formats.torch_file.plain import PlainFile
 from cairn.formats.verl import Verl
 from cairn.model.untrusted_config import check_plain
 from cairn.run.output import no_progress

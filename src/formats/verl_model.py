@@ -14,10 +14,10 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
-from cairn.formats.torch_file.dtensors import ALLOWED, is_tensor, joined, read_ranks
+from cairn.formats.dcp.dtensors import ALLOWED, is_tensor, joined
 from cairn.formats.torch_file.pickled import held
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored
-from cairn.formats.torch_file.torch_stream import Stream, read_object
+from cairn.formats.torch_file.torch_stream import read_file
 from cairn.formats.verl_places import ranks_in
 from cairn.run.files import read_json
 
@@ -161,7 +161,7 @@ class ModelFolder:
         if not path.is_file():
             return {}
         try:
-            extra = read_object(Stream(path, 0, path.stat().st_size), _EXTRA)
+            extra = read_file(path, _EXTRA)
         except ForbiddenPickle as error:
             raise ForbiddenPickle(
                 f"{path.name}: not read, as it holds more than plain values: {error}"
@@ -188,7 +188,7 @@ class ModelFolder:
         folder = self.folder
         paths = [folder / f"{kind}_world_size_{self.world_size}_rank_{n}.pt" for n in range(self.world_size)]
         try:
-            found = read_ranks(Stream(path, 0, path.stat().st_size) for path in paths)
+            found = [read_file(path, ALLOWED) for path in paths]
         except ForbiddenPickle as error:
             if "sharded_tensor" in str(error):
                 self._refuse_old()

@@ -66,7 +66,7 @@ def test_values_lie_in_the_file_as_they_are(tmp_path: Path):
     """At multiples of 64 bytes, where the reader of streams finds them with their checksum."""
     file, tensor = tmp_path / "one.pt", torch.arange(6.0).view(2, 3)
     torch_writer.save(file, outgoing(tensor))
-    values = locate(Stream(file, 0, file.stat().st_size), torch.float32, (2, 3))
+    values = locate("x", Stream(file, 0, file.stat().st_size), torch.float32, (2, 3))
     assert (values.offset % ALIGNMENT, values.crc != 0) == (0, True)
     data = file.read_bytes()[values.offset :][:24]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), tensor.view(-1))

@@ -1,6 +1,5 @@
 """Tensors of a PyTorch distributed checkpoint, read in parts from the chunks that its ranks wrote."""
 
-import functools
 import itertools
 import math
 import threading
@@ -9,19 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
-from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
-from cairn.checkpoint.tensors.source import TensorSource, extent, whole_storage
+from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import pieces_of
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor
-from cairn.formats.torch_file.torch_stream import Values, locate
-
-_lock = threading.Lock()
-"""For what sources remember of their chunks: two threads may ask for the first values of one."""
+from cairn.formats.torch_file.torch_stream import SavedTensor, locate
 
 
 @dataclass(frozen=True)
@@ -34,8 +27,7 @@ class DcpSource:
 
     spec: TensorSpec
     _tensor: DcpTensor
-    _located: dict[Chunk, Values] = field(default_factory=dict[Chunk, Values], compare=False)
-    _sums: dict[Chunk, SpanSum] = field(default_factory=dict[Chunk, SpanSum], compare=False)
+    _located: dict[Chunk, SavedTensor] = field(default_factory=dict[Chunk, SavedTensor], compare=False)
 
     @classmethod
     def of(cls, name: str, tensor: DcpTensor) -> "DcpSource":
@@ -43,12 +35,12 @@ class DcpSource:
         return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor)
 
     @classmethod
-    def located(cls, name: str, tensor: DcpTensor, values: dict[Chunk, Values]) -> "DcpSource":
+    def located(cls, name: str, tensor: DcpTensor, values: dict[Chunk, SavedTensor]) -> "DcpSource":
         """The tensor, where the places of its chunks are known; the streams of the chunks are not used."""
         return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, values)
 
     def fill(self, first: int, into: torch.Tensor) -> None:
-        """Read consecutive values; see `content.TensorSource`.
+        """Read consecutive values.
 
         Raises:
             Damaged: a file ends too early, or is not what its metadata says.
@@ -59,22 +51,16 @@ class DcpSource:
             return
         begin, end = first // inner, -(-(first + into.numel()) // inner)
         for chunk, low, high in self._overlaps(begin, end):
-            values = self._values(chunk)
-            if chunk.shape[1:] == shape[1:] and values.strides == _row_major(chunk.shape):
-                top = (chunk.begin or (0,))[0] * inner  # the chunk's values lie together in `into`
-                low, high = max(low * inner, first), min(high * inner, first + into.numel())
-                self._read(chunk, values.first + low - top, into[low - first : high - first])
-            elif values.strides == _row_major(chunk.shape):
-                self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
-            else:
-                top, own = (chunk.begin or (0,))[0], math.prod(chunk.shape)
-                taken = own // chunk.shape[0] * (high - low)
-                if chunk.shape[1:] == shape[1:]:  # pieces may begin and end within a row
-                    taken = min(high * inner, first + into.numel()) - max(low * inner, first)
-                read = functools.partial(self._storage, chunk)
-                with whole_storage(self, chunk, read, taken=taken, of=own) as held:
-                    rows = held.as_strided(chunk.shape, values.strides)[low - top : high - top]
-                    self._scatter(chunk, low, rows, first, into)
+            values, top = self._values(chunk), (chunk.begin or (0,))[0]
+            begins, ends = max(low * inner, first), min(high * inner, first + into.numel())
+            same_rows = chunk.shape[1:] == shape[1:]
+            if same_rows and values.in_order:  # the chunk's values lie together in `into`
+                values.fill_and_check(begins - top * inner, into[begins - first : ends - first])
+                continue
+            # Pieces may begin and end within rows that a chunk holds whole.
+            taken = ends - begins if same_rows else (high - low) * math.prod(chunk.shape[1:])
+            with values.rows(low - top, high - top, taken=taken) as rows:
+                self._scatter(chunk, low, rows, first, into)
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[Chunk, int, int]]:
         """The chunks that hold rows from `begin` to `end`, with the first and last of these rows in each."""
@@ -84,45 +70,14 @@ class DcpSource:
             if low < high:
                 yield chunk, low, high
 
-    def _values(self, chunk: Chunk) -> Values:
+    def _values(self, chunk: Chunk) -> SavedTensor:
         """Where a chunk's values are."""
         if chunk not in self._located:
             stacked = (1,) * chunk.stacked
-            values = locate(chunk.stream, self._tensor.dtype, (*stacked, *chunk.shape))
-            values = replace(values, strides=values.strides[chunk.stacked :])
-            self._located[chunk] = values
+            found = locate(self.spec.name, chunk.stream, self._tensor.dtype, (*stacked, *chunk.shape))
+            strides = found.strides[chunk.stacked :]
+            self._located.setdefault(chunk, replace(found, shape=chunk.shape, strides=strides))
         return self._located[chunk]
-
-    def _storage(self, chunk: Chunk) -> torch.Tensor:
-        """All values of a chunk which the rank wrote as it lay in memory."""
-        values = self._values(chunk)
-        storage = torch.empty(extent(chunk.shape, values.strides), dtype=values.dtype)
-        self._read(chunk, values.first, storage)
-        return storage
-
-    def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
-        """The part of a chunk of two dimensions or more that is in the tensor's rows `low` to `high`."""
-        values, top = self._values(chunk), chunk.begin[0]
-        inner = math.prod(chunk.shape[1:])
-        rows = torch.empty((high - low) * inner, dtype=values.dtype)
-        self._read(chunk, values.first + (low - top) * inner, rows)
-        return rows.view(high - low, *chunk.shape[1:])
-
-    def _read(self, chunk: Chunk, first: int, into: torch.Tensor) -> None:
-        """Read values of a chunk's storage, beginning with item `first`, and check them."""
-        values = self._values(chunk)
-        begin = first * values.dtype.itemsize
-        read_pieces([ReadRange(values.path, values.offset + begin, values.dtype, into, counted=False)])
-        if not values.crc:
-            return
-        if into.numel() == values.count:  # perhaps not for the first time
-            found = ZIP_CRC32.of(as_memory(into), 0)
-        else:
-            with _lock:
-                seen = self._sums.setdefault(chunk, SpanSum(values.count * values.dtype.itemsize, ZIP_CRC32))
-            found = seen.add(begin, as_memory(into))
-        if found not in (None, values.crc):
-            raise Damaged(f"{values.path}: {self.spec.name} differs from its checksum (CRC-32)")
 
     def _scatter(self, chunk: Chunk, low: int, rows: torch.Tensor, first: int, into: torch.Tensor) -> None:
         """Put rows of a chunk where they belong in `into`; the chunk may lack parts of these rows."""
@@ -197,7 +152,3 @@ class ChecksummedTensor:
                     pass
                 self._done.append(True)
         self.source.fill(first, into)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

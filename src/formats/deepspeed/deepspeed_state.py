@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
@@ -16,10 +14,9 @@ from cairn.formats.base import Content
 from cairn.formats.common.adamw import settings_of, whole_steps
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.deepspeed.deepspeed_files import STATES, UNIVERSAL
-from cairn.formats.torch_file.pickled import HeldTensor
+from cairn.formats.torch_file.pickled import held_step
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, record
-from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
-from cairn.formats.torch_file.torch_stream import TensorInFile
+from cairn.formats.torch_file.torch_stream import MAX_VALUES, SavedTensor, read_file
 from cairn.run.files import read_json
 
 # Values from a pickle have no types until they are checked.
@@ -29,7 +26,6 @@ from cairn.run.files import read_json
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TRAINER_STATE = "trainer_state.json"
 """Trainer's file beside the engine's folder."""
-MAX_VALUES = 1 << 50
 
 
 def _stage(value: object = None, *_: object) -> int:
@@ -92,7 +88,7 @@ class ModelState:
             names = [name for group in groups for name in group]
             shapes = [dict(group) for group in groups]
             held = (fields["module"] or {}).items()
-            module = {n: SavedTensor.of(n, v) for n, v in held if isinstance(v, TensorInFile)}
+            module = {n: SavedTensor.of(n, v) for n, v in held if isinstance(v, SavedTensor)}
             shared = dict(fields.get("shared_params") or {})
             buffers = list(fields.get("buffer_names") or ())
             steps = fields["global_steps"]
@@ -180,31 +176,6 @@ def config_in(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The engine's configuration in what a file holds; empty if there is none."""
     config = fields.get("ds_config")
     return config if isinstance(config, dict) else {}
-
-
-def number_of_steps(path: Path, value: object) -> float:
-    """A step of the optimiser: a tensor of one value, or a number.
-
-    Raises:
-        Damaged: it is neither.
-    """
-    number: object = value
-    if isinstance(value, TensorInFile) and tuple(value.shape) in ((), (1,)):
-        read = torch.empty(1, dtype=value.values.dtype)
-        SavedTensor.of("step", value).fill(0, read)
-        number = read.item()
-    return float(whole_steps(number, path))
-
-
-def held_step(name: str, steps: float) -> TensorSource:
-    """A step, as torch's AdamW keeps it."""
-    return HeldTensor(torch.tensor(steps, dtype=torch.float32), TensorSpec(f"{name}.step", "F32", ()))
-
-
-def renamed(name: str, tensor: SavedTensor, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """A tensor of a file under a name, and possibly in another shape."""
-    spec = TensorSpec(name, tensor.spec.dtype, tensor.spec.shape if shape is None else shape)
-    return TensorSection(tensor, 0, spec)
 
 
 def content_of(
@@ -297,7 +268,7 @@ def read_universal(folder: Path, model: Path | None) -> Content:
             if moments[f"{name}.{kind}"].spec.shape != weights[name].spec.shape:
                 raise Damaged(f"{own / kind}.pt: has another shape than the weight")
         steps = read_file(own / "step.pt", ALLOWED) if "step" in kinds else given
-        moments[f"{name}.step"] = held_step(name, number_of_steps(own, steps))
+        moments[f"{name}.step"] = held_step(name, float(whole_steps(steps, own)))
     if lacking := sorted(shapes.keys() - weights.keys()):
         raise FileNotFoundError(2, f"has no {lacking[0]}", str(folder / UNIVERSAL))
     return content_of(state, weights, moments, groups, clip, model)
@@ -350,7 +321,7 @@ def _tensor(folder: Path, kind: str, name: str, shape: tuple[int, ...] | None) -
             raise CheckpointError(f"{path}: has DeepSpeed's expert parallelism, which is not imported")
         found = found.get("param")
     tensor = SavedTensor.of(f"what {path} holds", found)
-    shape = tensor.spec.shape if shape is None else shape
-    if tensor.count != math.prod(shape) or (len(tensor.spec.shape) > 1 and tensor.spec.shape != shape):
-        raise Damaged(f"{path}: has shape {list(tensor.spec.shape)} instead of {list(shape)}")
-    return renamed(name, tensor, shape)
+    shape = tensor.shape if shape is None else shape
+    if tensor.size != math.prod(shape) or (len(tensor.shape) > 1 and tensor.shape != shape):
+        raise Damaged(f"{path}: has shape {list(tensor.shape)} instead of {list(shape)}")
+    return TensorSection(tensor, 0, TensorSpec(name, tensor.spec.dtype, shape))

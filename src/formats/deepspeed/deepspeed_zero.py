@@ -14,6 +14,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
+from cairn.formats.common.adamw import whole_steps
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.deepspeed.deepspeed_files import STATES
 from cairn.formats.deepspeed.deepspeed_state import (
@@ -24,11 +25,9 @@ from cairn.formats.deepspeed.deepspeed_state import (
     check_adamw,
     config_in,
     content_of,
-    held_step,
-    number_of_steps,
-    renamed,
 )
-from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
+from cairn.formats.torch_file.pickled import held_step
+from cairn.formats.torch_file.torch_stream import SavedTensor, read_file
 
 MASTERS = "single_partition_of_fp32_groups"
 MASTERS_3 = "fp32_flat_groups"
@@ -170,7 +169,7 @@ def _rank(path: Path) -> _Rank:
         for state, own in zip(groups, owners, strict=True):
             check_adamw(path, list(state), own, config_in(whole))
             given = state.get("step", own.get("step", fields.get("base_optimizer_state_step")))
-            steps.append(number_of_steps(path, given))
+            steps.append(float(whole_steps(given, path)))
         masters = [SavedTensor.of(f"part {n} of the weights", flat) for n, flat in enumerate(masters)]
         moments = {
             kind: [SavedTensor.of(f"part {n} of {kind}", state[kind]) for n, state in enumerate(groups)]
@@ -266,7 +265,7 @@ def _part(ranks: Sequence[_Rank], group: int, end: int) -> int:
             padding = rank.fields["group_paddings"][group]
         except (KeyError, IndexError, TypeError) as error:
             raise Damaged(f"{rank.path}: has no group_paddings of group {group} ({error!r})") from None
-        stored = rank.masters[group].count
+        stored = rank.masters[group].size
         whole = stored + padding if "zero_stage" in rank.fields else stored  # BF16_Optimizer keeps padding
         sizes.add(whole)
         real = min(max(end - number * whole, 0), whole)
@@ -276,7 +275,7 @@ def _part(ranks: Sequence[_Rank], group: int, end: int) -> int:
                 f"parameters have {end} on {len(ranks)} ranks: something is missing or left over"
             )
         for kind in MOMENTS:
-            if (count := rank.moments[kind][group].count) not in (whole, real):
+            if (count := rank.moments[kind][group].size) not in (whole, real):
                 raise Damaged(
                     f"{rank.path}: {kind} of group {group} has {count} values, its weights {stored}"
                 )
@@ -326,8 +325,8 @@ def _runs_3(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, Cu
             yield name, (shape, group, cuts)
         for rank in ranks:
             flats = [rank.masters[group], *(rank.moments[kind][group] for kind in MOMENTS)]
-            if any(flat.count != end for flat in flats):
-                counts = ", ".join(str(flat.count) for flat in flats)
+            if any(flat.size != end for flat in flats):
+                counts = ", ".join(str(flat.size) for flat in flats)
                 raise Damaged(
                     f"{rank.path}: group {group} has {counts} values, and its parameters have {end} on each "
                     f"of {len(ranks)} ranks"
@@ -342,15 +341,15 @@ def _others(states: Sequence[ModelState], stage: int, trained: Collection[str]) 
     for name, tensor in state.module.items():
         whole = name in state.buffers or (stage < 3 and name not in frozen)
         if whole and name not in trained and name not in state.shared:
-            others[name] = renamed(name, tensor)
+            others[name] = tensor
     for name, shape in frozen.items():
         parts = [part for held in states if (part := held.fragments().get(name)) is not None]
         left = count = math.prod(shape)
-        if len(parts) != len(states) or not 0 <= sum(part.count for part in parts) - count < len(parts):
+        if len(parts) != len(states) or not 0 <= sum(part.size for part in parts) - count < len(parts):
             raise Damaged(f"{state.path}: {name}, which is not trained, has not all of its values")
         cuts: list[FlatSlice] = []
         for number, part in enumerate(parts):
-            cuts.append(FlatSlice(0, number, 0, min(part.count, left)))
+            cuts.append(FlatSlice(0, number, 0, min(part.size, left)))
             left -= cuts[-1].count
         others[name] = _joined(name, shape, [parts], [cut for cut in cuts if cut.count])
     return others

@@ -73,7 +73,8 @@ class Quantization:
             return (scales * rows[:, 2:].view(torch.int8)).view(-1)
         gguf = needed("gguf", "formats")
         kind = gguf.GGMLQuantizationType(self.number)
-        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+        values: torch.Tensor = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))  # pyright: ignore
+        return values
 
 
 def quantization_of(number: int) -> Quantization | str:

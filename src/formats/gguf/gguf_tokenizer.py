@@ -110,9 +110,9 @@ def tokenizer_metadata(folder: Path, size: int) -> dict[str, Any]:
 def write_tokenizer(values: Mapping[str, Any], folder: Path) -> None:
     """Write the tokenizer that the metadata describes, the inverse of `tokenizer_metadata`.
 
-    transformers' `convert_gguf_tokenizer` (5.19) makes another one: without NFC, without Llama 3's whole
-    pieces, without tokens that begin and end a text, and without special tokens such as DeepSeek's, which have
-    characters outside of the byte alphabet; and unused numbers of the vocabulary become tokens.
+    transformers' `convert_gguf_tokenizer` (5.19) makes another one: it has no NFC, does not take the whole
+    pieces of Llama 3 without merges, adds no tokens around a text, takes unused numbers for tokens, and drops
+    special tokens with characters beyond the alphabet of bytes, such as DeepSeek's.
 
     Raises:
         CheckpointError: it is not a byte-level BPE with a name that is known.

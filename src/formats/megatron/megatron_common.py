@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.common.adamw import whole_steps
 from cairn.formats.dcp.dcp_metadata import DcpIndex
 from cairn.formats.torch_file.safe_pickle import PickledObject
-from cairn.formats.torch_file.saved_tensors import SavedTensor, read_stream
-from cairn.formats.torch_file.torch_stream import Stream, TensorInFile
+from cairn.formats.torch_file.torch_stream import Stream, read_stream
 
 FILE = "common.pt"
 """The file of megatron-core before 0.19."""
@@ -96,11 +94,11 @@ def read_common(folder: Path, index: DcpIndex) -> Common:
     try:
         groups = tuple(group for one in found for group in one["param_groups"] if isinstance(group, dict))
         steps = {
-            _steps(one["state"]["common_step"], where)
+            whole_steps(one["state"]["common_step"], where)
             for one in found
             if "common_step" in one.get("state", ())
         }
-        steps |= {_steps(group["step"], where) for group in groups if "step" in group}
+        steps |= {whole_steps(group["step"], where) for group in groups if "step" in group}
     except TypeError as error:
         raise Damaged(f"{where}: not the state of an optimiser: {error}") from None
     return Common(
@@ -133,14 +131,3 @@ def _optimizers(value: object) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _optimizers(inner)
-
-
-def _steps(value: object, where: str) -> int:
-    """A number of steps, or a tensor of one value.
-
-    Raises:
-        Damaged: it is something else, or can't be read.
-    """
-    if isinstance(value, TensorInFile) and tuple(value.shape) in ((), (1,)):
-        value = value_of(SavedTensor.of("the optimiser's step", value))
-    return whole_steps(value, where)

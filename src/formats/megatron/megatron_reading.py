@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -33,7 +32,7 @@ from cairn.formats.megatron.megatron_names import (
     row_values,
     rows_of,
 )
-from cairn.formats.torch_file.pickled import HeldTensor
+from cairn.formats.torch_file.pickled import held_step
 from cairn.model.architectures import Architecture, ModelTensor, Sizes, architecture_of, sizes_of
 from cairn.model.untrusted_config import load_config
 from cairn.run.errors import UsageError
@@ -105,9 +104,7 @@ class _Reading:
         step = self._step()
         state = {f"{name}.{kind}": source for kind, named in states.items() for name, source in named.items()}
         if state:
-            count = torch.tensor(float(step or 0))
-            owners = states[MOMENTS[0]]
-            state |= {f"{n}.step": HeldTensor(count, TensorSpec(f"{n}.step", "F32", ())) for n in owners}
+            state |= {f"{name}.step": held_step(name, float(step or 0)) for name in states[MOMENTS[0]]}
         samples = self.common.arguments.get("consumed_train_samples")
         if step is not None and self.common.iteration not in (None, step):
             left_out = (

@@ -1,11 +1,10 @@
 """Reads files of `torch.save`. No code in them is executed: only tensors and plain values are allowed."""
 
 import json
-import math
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +13,8 @@ import torch
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import MALFORMED, PLAIN_NAME, TensorSpec
-from cairn.checkpoint.tensors.source import TensorSource, extent, whole_storage
-from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
-from cairn.formats.torch_file.torch_stream import TensorInFile
+from cairn.checkpoint.tensors.source import TensorSource
+from cairn.formats.torch_file.torch_stream import SavedTensor, read_file
 
 # torch is typed in part.
 # pyright: reportUnknownMemberType=false
@@ -46,33 +44,9 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
     return HeldTensor(tensor, TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
 
 
-@dataclass(frozen=True)
-class Strided:
-    """A tensor whose values lie in another order in its file, such as one saved transposed; a `TensorSource`.
-
-    storage: the run of values over which it reaches, which is read whole and kept until the tensor's end.
-    """
-
-    saved: SavedTensor
-    storage: SavedTensor
-
-    @property
-    def spec(self) -> TensorSpec:
-        return self.saved.spec
-
-    def fill(self, first: int, into: torch.Tensor) -> None:
-        values, shape = self.saved.values, self.spec.shape
-        inner = math.prod(shape[1:])
-        low, high = first // inner, -(-(first + len(into)) // inner)
-        taken, of = len(into), self.saved.count
-        with whole_storage(self, None, self._read, taken=taken, of=of) as storage:
-            rows = storage.as_strided(shape, values.strides)[low:high].reshape(-1)
-            into.copy_(rows[first - low * inner :][: len(into)])
-
-    def _read(self) -> torch.Tensor:
-        storage = torch.empty(self.storage.count, dtype=self.saved.values.dtype)
-        self.storage.fill(0, storage)
-        return storage
+def held_step(name: str, steps: float) -> HeldTensor:
+    """The number of steps of a weight, as torch's AdamW keeps it."""
+    return HeldTensor(torch.tensor(steps, dtype=torch.float32), TensorSpec(f"{name}.step", "F32", ()))
 
 
 def source_of(name: str, value: object, path: Path) -> TensorSource:
@@ -83,19 +57,12 @@ def source_of(name: str, value: object, path: Path) -> TensorSource:
     """
     if isinstance(value, torch.Tensor):
         return held(name, value, path)
-    saved = SavedTensor.of(name, value)
-    values, shape = saved.values, saved.spec.shape
-    row_major = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    aligned = (n == 1 or a == b for n, a, b in zip(shape, values.strides, row_major, strict=True))
-    if not saved.count or all(aligned):
-        return saved
-    reach = TensorSpec(name, saved.spec.dtype, (extent(shape, values.strides),))
-    return Strided(saved, SavedTensor(reach, replace(values, strides=(1,))))
+    return SavedTensor.of(name, value)
 
 
 def is_tensor(value: object) -> bool:
     """Whether a value that `load_pickled` has found is a tensor."""
-    return isinstance(value, (torch.Tensor, TensorInFile))
+    return isinstance(value, (torch.Tensor, SavedTensor))
 
 
 def load_pickled(path: Path) -> Any:

@@ -17,11 +17,10 @@ import torch
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
-from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
 from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor, check_covered
 from cairn.formats.dcp.dcp_tensors import DcpSource
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored, record
-from cairn.formats.torch_file.torch_stream import MAX_VALUES, Size, Stream, TensorInFile, Values, read_object
+from cairn.formats.torch_file.torch_stream import MAX_VALUES, SavedTensor, Size, Stream
 
 MAX_RANKS = 1 << 20
 
@@ -52,7 +51,7 @@ class Placement(_Made):
 class Sharded:
     """A rank's part of a tensor: what the file says of it, and where its values are."""
 
-    local: TensorInFile
+    local: SavedTensor
     spec: PickledObject
 
 
@@ -72,14 +71,9 @@ def _wrapper(rebuild: object, kind: object, arguments: object, state: object) ->
     if rebuild is not ignored or kind is not _DTENSOR or not isinstance(state, dict):
         raise ForbiddenPickle("a tensor of another class than DTensor is made")
     local, spec = state.get("_local_tensor"), state.get("_spec")
-    if not isinstance(local, TensorInFile) or not isinstance(spec, _SPEC):
+    if not isinstance(local, SavedTensor) or not isinstance(spec, _SPEC):
         raise Damaged("a DTensor has no values")
     return Sharded(local, spec)
-
-
-def _parameter(data: object, *_: object) -> object:
-    """Stands for the function that makes a parameter."""
-    return data
 
 
 _DTENSOR = record("DTensor")
@@ -88,7 +82,6 @@ _MESHES = "torch.distributed._mesh_layout"
 ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _wrapper,
     ("torch._utils", "_rebuild_wrapper_subclass"): ignored,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
     **{(f"{package}{part}", "DTensor"): _DTENSOR for package in _PACKAGES for part in ("", "._api", ".api")},
     **{
         (f"{package}.{part}", name): kind
@@ -104,27 +97,15 @@ ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch.distributed.device_mesh", "DeviceMesh"): _MESH,
     (_MESHES, "_MeshLayout"): _LAYOUT,
     (_MESHES, "_FlatLayout"): _AXIS,
-    ("torch", "Size"): Size,
     ("torch", "device"): ignored,
     ("torch.serialization", "_get_layout"): ignored,
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPE_NAMES},
 }
-"""What such a file may name beside tensors, and what stands for it, in several versions of torch."""
-
-
-def read_ranks(streams: Iterable[Stream]) -> list[Any]:
-    """What each rank's file holds; tensors are `TensorInFile` or `Sharded`, and no value of them is read.
-
-    Raises:
-        Refused: a file names what is not allowed.
-        Damaged: a file is invalid.
-    """
-    return [read_object(stream, ALLOWED) for stream in streams]
+"""What such a file may name beside plain tensors, and what stands for it, in several versions of torch."""
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value that `read_ranks` found is a tensor."""
-    return isinstance(value, (TensorInFile, Sharded))
+    """Whether a value in a file that was read with ALLOWED is a tensor."""
+    return isinstance(value, (SavedTensor, Sharded))
 
 
 def joined(name: str, parts: Sequence[object]) -> DcpSource:
@@ -136,19 +117,19 @@ def joined(name: str, parts: Sequence[object]) -> DcpSource:
         CheckpointError: it is sharded in a way that Cairn does not read.
         Damaged: the parts do not make a whole tensor.
     """
-    if all(isinstance(part, TensorInFile) for part in parts):
-        whole = [part for part in parts if isinstance(part, TensorInFile)]
-        if len({(part.shape, part.values.dtype) for part in whole}) != 1:
+    if all(isinstance(part, SavedTensor) for part in parts):
+        whole = [part for part in parts if isinstance(part, SavedTensor)]
+        if len({(part.shape, part.dtype) for part in whole}) != 1:
             raise Damaged(f"{name} has different shapes on different ranks, but is not sharded")
         first = whole[0]
-        return _source(name, first.values.dtype, first.shape, [((0,) * len(first.shape), first)])
+        return _source(name, first.dtype, first.shape, [((0,) * len(first.shape), first)])
     shards = [part for part in parts if isinstance(part, Sharded)]
     if len(shards) != len(parts):
         raise Damaged(f"{name} is sharded on some ranks, and not on others")
     shape, dtype = _global(name, shards[0].spec)
-    held: list[tuple[tuple[int, ...], TensorInFile]] = []
+    held: list[tuple[tuple[int, ...], SavedTensor]] = []
     for rank, shard in enumerate(shards):
-        if _global(name, shard.spec) != (shape, dtype) or shard.local.values.dtype != dtype:
+        if _global(name, shard.spec) != (shape, dtype) or shard.local.dtype != dtype:
             raise Damaged(f"{name} has another shape or data type on rank {rank} than on rank 0")
         place = _place(name, shard.spec, shape, rank, len(shards))
         if place is None:
@@ -166,15 +147,15 @@ def _source(
     name: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    held: Iterable[tuple[tuple[int, ...], TensorInFile]],
+    held: Iterable[tuple[tuple[int, ...], SavedTensor]],
 ) -> DcpSource:
     """The tensor whose parts begin at these positions."""
     if dtype not in DTYPE_NAMES:
         raise Damaged(f"{name} is of {dtype}, which can't be stored")
-    located: dict[Chunk, Values] = {}
+    located: dict[Chunk, SavedTensor] = {}
     for begin, part in held:
-        if math.prod(part.shape):
-            located[Chunk(begin, part.shape, Stream(part.values.path, 0, 0))] = part.values
+        if part.size:
+            located[Chunk(begin, part.shape, Stream(part.path, 0, 0))] = SavedTensor.of(name, part)
     check_covered(name, shape, located)
     return DcpSource.located(name, DcpTensor(dtype, shape, tuple(located)), located)
 
@@ -238,7 +219,7 @@ def _mesh_sizes(name: str, mesh: object, world_size: int) -> tuple[int, ...]:
     if mesh in _SIZES:
         return _SIZES[mesh]
     whole, layout = mesh.fields.get("mesh"), mesh.fields.get("_layout")
-    if isinstance(whole, TensorInFile):  # before torch 2.9
+    if isinstance(whole, SavedTensor):  # before torch 2.9
         sizes, steps, ranks = whole.shape, _steps(whole.shape), whole
     elif isinstance(layout, _LAYOUT):
         sizes, steps = _axes(name, layout)
@@ -246,7 +227,7 @@ def _mesh_sizes(name: str, mesh: object, world_size: int) -> tuple[int, ...]:
     else:
         raise Damaged(f"{name} has a mesh without ranks")
     in_order = steps == _steps(sizes) and math.prod(sizes) == world_size
-    if not isinstance(ranks, TensorInFile) or math.prod(ranks.shape) != world_size or not in_order:
+    if not isinstance(ranks, SavedTensor) or math.prod(ranks.shape) != world_size or not in_order:
         raise CheckpointError(
             f"{name} lies on a mesh of {list(sizes)} ranks, not on one of all {world_size} ranks in order"
         )
@@ -287,12 +268,10 @@ def _steps(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if size == 1 else math.prod(sizes[dim + 1 :]) for dim, size in enumerate(sizes))
 
 
-def _numbers(tensor: TensorInFile) -> list[int]:
+def _numbers(tensor: SavedTensor) -> list[int]:
     """The values of a small tensor of whole numbers."""
-    if math.prod(tensor.shape) > MAX_RANKS or tensor.values.dtype.is_floating_point:
+    if tensor.size > MAX_RANKS or tensor.dtype.is_floating_point:
         raise ForbiddenPickle("a mesh has an absurd number of ranks")
-    values = tensor.values
-    storage = torch.empty(math.prod(tensor.shape), dtype=values.dtype)
-    offset = values.offset + values.first * values.dtype.itemsize
-    read_pieces([ReadRange(values.path, offset, values.dtype, storage, counted=False)])
-    return storage.tolist()
+    numbers = torch.empty(tensor.size, dtype=tensor.dtype)
+    tensor.fill(0, numbers)
+    return numbers.tolist()
