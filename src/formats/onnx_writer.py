@@ -146,11 +146,7 @@ def _model(content: Content, options: WriteOptions) -> PreTrainedModel:
 
 
 def _folder(content: Content) -> Path:
-    """The folder with config.json.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The folder with config.json."""
     if content.model is None:
         raise CheckpointError("there is no config.json, which describes the graph")
     return content.model

@@ -103,11 +103,7 @@ def verify_data(tensors: Mapping[str, BundleTensor]) -> None:
 
 
 def _tensor(prefix: Path, name: str, entry: Mapping[int, list[int | bytes]], shards: int) -> BundleTensor:
-    """Where a tensor lies.
-
-    Raises:
-        ValueError: it lies outside its file, or has another size than its shape.
-    """
+    """Where a tensor lies."""
     shape = tuple(
         _number(_message(dim), 1) for dim in _message(_bytes(entry, 2)).get(2, []) if type(dim) is bytes
     )
@@ -129,11 +125,7 @@ def _plain(name: str) -> str:
 
 
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The entries of a table.
-
-    Raises:
-        ValueError: it is invalid.
-    """
+    """The entries of a table."""
     if len(data) < FOOTER_BYTES or struct.unpack("<Q", data[-8:])[0] != MAGIC:
         raise ValueError("it does not end as such a table does")
     footer = data[-FOOTER_BYTES:-8]
@@ -155,11 +147,7 @@ def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """The entries of a block.
-
-    Raises:
-        ValueError: it is invalid or compressed.
-    """
+    """The entries of a block."""
     end = offset + size
     if end + TRAILER_BYTES > len(data) - FOOTER_BYTES or size < 4:
         raise ValueError("a block lies outside the file")
@@ -182,12 +170,7 @@ def _block(data: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number of protobuf's form, and the position after it.
-
-    Raises:
-        ValueError: it is longer than 64 bits.
-        IndexError: the data ends in it.
-    """
+    """A number of protobuf's form, and the position after it."""
     number = 0
     for shift in range(0, 70, 7):
         byte = data[position]
@@ -199,11 +182,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _message(data: int | bytes) -> dict[int, list[int | bytes]]:
-    """The fields of a message by number.
-
-    Raises:
-        ValueError: it is invalid.
-    """
+    """The fields of a message by number."""
     if isinstance(data, int):
         raise ValueError("a number is in the place of a message")
     fields: dict[int, list[int | bytes]] = {}

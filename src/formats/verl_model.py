@@ -179,12 +179,7 @@ class ModelFolder:
         )
 
     def _ranks(self, kind: str) -> list[dict[str, Any]]:
-        """What each rank's file of a kind holds.
-
-        Raises:
-            CheckpointError: it is of FSDP1.
-            Damaged: it holds something else.
-        """
+        """What each rank's file of a kind holds."""
         folder = self.folder
         paths = [folder / f"{kind}_world_size_{self.world_size}_rank_{n}.pt" for n in range(self.world_size)]
         try:
@@ -218,9 +213,6 @@ class ModelFolder:
         """The weight of each entry of the optimiser's state, which is a name or a number.
 
         Numbers count the weights in the order of the model's parameters.
-
-        Raises:
-            CheckpointError: the numbers can't be those of the model's weights.
         """
         where = self.folder
         if all(isinstance(owner, str) for owner in owners):
@@ -247,12 +239,7 @@ class ModelFolder:
 
 
 def _world_size(policy: Path) -> int:
-    """The number of ranks that saved a folder.
-
-    Raises:
-        FileNotFoundError: a rank's file is missing.
-        CheckpointError: there are files of different numbers of ranks.
-    """
+    """The number of ranks that saved a folder."""
     ranks = ranks_in(policy)
     if len(ranks) != 1:
         raise CheckpointError(
@@ -268,22 +255,14 @@ def _world_size(policy: Path) -> int:
 
 
 def _same_keys(ranks: Sequence[Any], what: str) -> list[Any]:
-    """The keys of a dictionary that each rank has.
-
-    Raises:
-        Damaged: they differ.
-    """
+    """The keys of a dictionary that each rank has, which must be the same."""
     if not all(isinstance(rank, dict) and rank.keys() == ranks[0].keys() for rank in ranks):
         raise Damaged(f"{what}: not the same on all ranks")
     return list(ranks[0])
 
 
 def _part(name: str, parts: Sequence[Any], where: Path) -> TensorSource:
-    """A tensor of the optimiser's state; a step may also be a number.
-
-    Raises:
-        Damaged: it is none.
-    """
+    """A tensor of the optimiser's state; a step may also be a number."""
     if all(is_tensor(part) for part in parts):
         return joined(name, parts)
     if name.endswith(".step") and all(type(part) in (int, float) and part == parts[0] for part in parts):

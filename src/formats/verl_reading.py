@@ -153,11 +153,7 @@ def _trained(own: Mapping[str, str], layout: Layout) -> list[str]:
 
 
 def _about(folder: Path, given: Path | None) -> Path:
-    """The folder with config.json.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The folder with config.json."""
     beside = (folder / name for name in MODEL_FOLDERS)
     found = given or next((place for place in beside if (place / "config.json").is_file()), None)
     if found is None:

@@ -164,11 +164,7 @@ class _Views(TorchFunctionMode):
 
 
 def _check_covered(places: Iterable[Place], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that the files hold every value exactly once.
-
-    Raises:
-        LayoutUnknown: a value is in no file or in two places.
-    """
+    """Check that the files hold every value exactly once."""
     ends = dict.fromkeys(tensors, 0)
     for place in places:
         if ends[place.name] != place.first:

@@ -93,11 +93,7 @@ def making_model(config: "PreTrainedConfig") -> Generator[None]:
 
 
 def _check_numbers(path: Path, content: object, name: str = "") -> None:
-    """Check that a model of these numbers can be laid out.
-
-    Raises:
-        Damaged: one is absurd.
-    """
+    """Check that a model of these numbers can be laid out."""
     if isinstance(content, dict):
         for key, value in cast("dict[str, Any]", content).items():
             _check_numbers(path, value, key)

@@ -191,11 +191,7 @@ class WeightSender:
         reading: "_Reading",
         outlet: Outlet,
     ) -> dict[str, int]:
-        """Send this rank's share of each tensor; returns their checksums.
-
-        Raises:
-            RuntimeError: the server does not take it, or `withdraw` has given the transfer up.
-        """
+        """Send this rank's share of each tensor; returns their checksums."""
         sums: dict[str, torch.Tensor] = {}
         for name in names:
             if share := self._shares.get(name):

@@ -334,10 +334,7 @@ class RemoteStore(Claims):
     def _check_sent(self, manifest: Manifest, sent: Sent) -> dict[str, Listed]:
         """Check that the objects of a step are those that were sent; one with another ETag is read.
 
-        Returns all that are there.
-
-        Raises:
-            RemoteError: an object is missing or was replaced; the next upload sends it again.
+        Returns all that are there. The next upload sends what is missing or was replaced.
         """
         try:
             found = self.check_sizes(manifest)
@@ -350,12 +347,7 @@ class RemoteStore(Claims):
             raise RemoteError(str(error)) from None
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether the step is committed with this content.
-
-        Raises:
-            AnotherStep: it is committed with another content.
-            CheckpointError: what commits it can't be read.
-        """
+        """Whether the step is committed, which must be with this content."""
         text = self.objects.get(_committed(manifest.step))
         if text is None:
             return False

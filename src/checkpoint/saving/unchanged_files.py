@@ -150,11 +150,7 @@ class ConstantFiles:
                 offset += len(data)
 
     def _check_disk(self, path: Path, file: FileLayout, written: FileChecksum) -> None:
-        """Read this rank's ranges of a file.
-
-        Raises:
-            OSError: the disk holds something else.
-        """
+        """Read this rank's ranges of a file, and compare them with what was written."""
         found = FileChecksum(file.size)
         with open(path, "rb", buffering=0) as back:
             forget_cached(back.fileno())
@@ -253,9 +249,6 @@ def _link(
 
     Args:
         is_same: whether the file with this entry, at this path, has what is to be saved.
-
-    Raises:
-        OSError, CheckpointError: it can't be linked, for whatever reason.
     """
     source, entry = parent / name, load_manifest(parent).files.get(name)
     if parent.is_symlink() or entry is None:

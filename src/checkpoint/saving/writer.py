@@ -119,11 +119,7 @@ class ArenaWriter:
     def _check_disk(
         self, folder: Path, checksums: Mapping[str, FileChecksum], packed: Mapping[str, FileChecksum]
     ) -> None:
-        """Read everything again.
-
-        Raises:
-            OSError: the disk holds something else.
-        """
+        """Read everything again, and compare it with what was written."""
         for number, (name, size) in enumerate(self.files):
             extents = [extent for extent in self.extents if extent.file == number and name in checksums]
             if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:

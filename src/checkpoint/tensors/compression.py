@@ -228,11 +228,7 @@ def packed_files(folder: Path) -> dict[str, PackedFile]:
 
 
 def _read_table(path: Path) -> dict[str, list[Block]]:
-    """The blocks that one table lists, by file.
-
-    Raises:
-        Damaged: it is not such a table, or does not describe every byte of its data file.
-    """
+    """The blocks that one table lists, by file."""
     data = path.with_suffix(".bin")
     try:
         if path.stat().st_size > MAX_TABLE_BYTES:
@@ -258,11 +254,7 @@ def _read_table(path: Path) -> dict[str, list[Block]]:
 
 
 def _entries(content: Any) -> Mapping[str, list[list[int]]]:
-    """The entries of a table by file, once they are valid each by itself.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """The entries of a table by file, once they are valid each by itself."""
     whole = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     if whole.keys() != {"files"} or not isinstance(whole["files"], dict):
         raise ValueError("it must be an object with the one key files")

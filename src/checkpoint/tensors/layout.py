@@ -313,11 +313,7 @@ def read_header(
 
 
 def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorSpec]:
-    """Begin and end of a tensor in the data, and its spec, from its header entry.
-
-    Raises:
-        ValueError: a number is invalid, or the data type is unknown.
-    """
+    """Begin and end of a tensor in the data, and its spec, from its header entry."""
     start, end = entry["data_offsets"]
     shape = cast("list[Any]", entry["shape"]) if isinstance(entry["shape"], list) else None
     if shape is None or any(type(n) is not int or n < 0 for n in [start, end, *shape]):

@@ -49,11 +49,7 @@ def settings_of(groups: Iterable[Mapping[str, Any]], where: object) -> dict[str,
 
 
 def _check(group: Mapping[str, Any], where: object) -> None:
-    """Check the numbers in a group of weights.
-
-    Raises:
-        Damaged: one is wrong.
-    """
+    """Check the numbers in a group of weights."""
     for name in ("lr", "initial_lr", "eps", "weight_decay"):
         if (value := group.get(name)) is not None and not (_is_number(value) and value >= 0):
             raise Damaged(f"{where}: the optimiser's {name} is {value!r}")

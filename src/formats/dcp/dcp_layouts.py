@@ -117,11 +117,7 @@ def _reordered(tensors: Mapping[str, Outgoing], config: PreTrainedConfig) -> dic
 
 
 def _group(state: State, program: str) -> Tree:
-    """AdamW's settings for a program with one group of weights.
-
-    Raises:
-        CheckpointError: the step does not say them.
-    """
+    """AdamW's settings for a program with one group of weights."""
     settings, where = state.content.settings, state.content.model
     needed = [f"optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay")]
     if missing := [name for name in needed if settings.get(name) is None]:

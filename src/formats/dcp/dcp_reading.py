@@ -132,9 +132,6 @@ class _Reading:
         """A weight, or a kind of its state, by the hub's name; one of all experts is cut into each one's.
 
         The step of such a tensor is that of its first expert, and stands for all.
-
-        Raises:
-            Damaged: a tensor of all experts has not three dimensions, or is of absurdly many.
         """
         after = kind and f".{kind}"
         if not self.program.has_all_experts(name):
@@ -154,11 +151,7 @@ class _Reading:
             yield own, TensorSection(whole, expert * math.prod(shape), spec)
 
     def _expert_biases(self) -> Iterator[str]:
-        """What is said of torchtitan's biases of experts, if there are some.
-
-        Raises:
-            CheckpointError: some are not zero, so that the model chooses other experts without them.
-        """
+        """What is said of torchtitan's biases of experts; without those that are not zero, a model chooses others."""
         biases = [key for key in self.index.tensors if self.program.is_expert_bias(key)]
         if skewed := [key for key in biases if _has_values(DcpSource.of(key, self.index.tensors[key]))]:
             raise CheckpointError(
@@ -170,11 +163,7 @@ class _Reading:
             yield "expert_bias_E: the biases that balance experts, which are all zero"
 
     def _state(self) -> Iterator[tuple[str, TensorSource]]:
-        """AdamW's state.
-
-        Raises:
-            CheckpointError: it is another optimiser's, or numbered instead of named.
-        """
+        """AdamW's state."""
         before, strange = (
             self.program.state,
             [k for k in self.index.values if k.startswith(self.program.state)],
@@ -252,11 +241,7 @@ class _Reading:
 
 
 def _merge(indexes: Iterable[DcpIndex]) -> DcpIndex:
-    """What several folders hold together.
-
-    Raises:
-        Damaged: two hold the same key.
-    """
+    """What several folders hold together."""
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, Stream] = {}
     for index in indexes:
@@ -269,11 +254,7 @@ def _merge(indexes: Iterable[DcpIndex]) -> DcpIndex:
 
 
 def _program(source: Path, keys: Iterable[str]) -> Program:
-    """The program whose keys these are.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The program whose keys these are."""
     keys = list(keys)
     strange = {program.name: program.strange(keys) for program in PROGRAMS if program.has_weights(keys)}
     for program in PROGRAMS:

@@ -179,9 +179,6 @@ def _place(
     """Where a rank's part begins, and its shape; None if a rank before it holds the same.
 
     As in torch, `Shard` cuts into parts of equal length, of which the last ones may be shorter or empty.
-
-    Raises:
-        CheckpointError: there is another placement than Shard and Replicate.
     """
     sizes = _mesh_sizes(name, spec.fields.get("mesh"), world_size)
     placements = spec.fields.get("placements")
@@ -209,11 +206,7 @@ def _place(
 
 
 def _mesh_sizes(name: str, mesh: object, world_size: int) -> tuple[int, ...]:
-    """The lengths of the mesh's dimensions; it holds the ranks in their order.
-
-    Raises:
-        CheckpointError: it holds them in another order, or not all of them.
-    """
+    """The lengths of the mesh's dimensions; it holds the ranks in their order."""
     if not isinstance(mesh, _MESH):
         raise Damaged(f"{name} has no mesh of ranks")
     if mesh in _SIZES:

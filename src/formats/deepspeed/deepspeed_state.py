@@ -120,11 +120,7 @@ class ModelState:
 
 
 def _check_parallelism(path: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse models that are split over ranks by more than data parallelism.
-
-    Raises:
-        CheckpointError: this one is.
-    """
+    """Refuse models that are split over ranks by more than data parallelism."""
     degrees = fields.get("checkpoint_parallel_dimensions") or {}
     for size, what in (
         (fields.get("mp_world_size", 1), "tensor parallelism"),
@@ -275,12 +271,7 @@ def read_universal(folder: Path, model: Path | None) -> Content:
 
 
 def _model_state(folder: Path) -> Path:
-    """The file of the model's state; with ZeRO 3 there is one of each rank, all with the same content here.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: there are several, of tensor parallelism.
-    """
+    """The file of the model's state; with ZeRO 3 there is one of each rank, all with the same content here."""
     found = [(match, path) for path in sorted(folder.iterdir()) if (match := STATES.fullmatch(path.name))]
     if strange := [path for match, path in found if int(match["mp"])]:
         raise CheckpointError(f"{strange[0]}: is of tensor parallelism; only data parallelism is imported")
@@ -291,11 +282,7 @@ def _model_state(folder: Path) -> Path:
 
 
 def _common(path: Path, common: Any) -> tuple[Sequence[Mapping[str, Any]], object, object]:
-    """What the parameters have in common: settings of their groups, their step, and the norm of gradients.
-
-    Raises:
-        Damaged: the file is no such state.
-    """
+    """What the parameters have in common: settings of their groups, their step, and the norm of gradients."""
     try:
         inner = common.get("optimizer_state_dict")  # as ZeRO 3 has it
         groups = [dict(group) for group in (inner or common)["param_groups"]]
@@ -307,13 +294,7 @@ def _common(path: Path, common: Any) -> tuple[Sequence[Mapping[str, Any]], objec
 
 
 def _tensor(folder: Path, kind: str, name: str, shape: tuple[int, ...] | None) -> TensorSource:
-    """A parameter's weights or moments: a tensor, flat after ZeRO 3, or a dictionary with one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it has another size than the parameter.
-        CheckpointError: it is of expert parallelism.
-    """
+    """A parameter's weights or moments: a tensor, flat after ZeRO 3, or a dictionary with one."""
     path = folder / f"{kind}.pt"
     found = read_file(path, ALLOWED)
     if isinstance(found, dict):

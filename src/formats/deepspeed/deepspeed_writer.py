@@ -83,11 +83,7 @@ def _check(weights: Mapping[str, Outgoing], state: Mapping[str, TensorSource], w
 
 
 def _step(state: Mapping[str, TensorSource], weights: Collection[str]) -> torch.Tensor:
-    """The step of AdamW, float32 of shape [].
-
-    Raises:
-        CheckpointError: weights have different steps, which DeepSpeed can't have.
-    """
+    """The step of AdamW, float32 of shape []."""
     steps = {name: torch.empty(1, dtype=torch.float32) for name in weights}
     for name, value in steps.items():
         state[f"{name}.step"].fill(0, value)
@@ -100,9 +96,6 @@ def _optimizer_state(content: Content, step: torch.Tensor) -> dict[str, Any]:
     """What the parameters have in common, as loaders of ZeRO 1 and 2, and of ZeRO 3, look for it.
 
     Weight decay is left out: it is that of the program's groups, which ZeRO 3 would take from the first one.
-
-    Raises:
-        CheckpointError: the step does not say its settings.
     """
     settings = content.settings
     if missing := [key for key in ("lr", "betas", "eps") if settings.get(f"optimizer.{key}") is None]:

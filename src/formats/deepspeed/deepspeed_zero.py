@@ -105,13 +105,7 @@ def _joined(
 
 
 def _files(folder: Path) -> tuple[list[_Rank], list[ModelState]]:
-    """The ranks' files, in order.
-
-    Raises:
-        FileNotFoundError: some are missing.
-        Damaged: they don't belong together.
-        CheckpointError: the model is split over ranks by more than data parallelism.
-    """
+    """The ranks' files, in order."""
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(folder.iterdir()):
         match = STATES.fullmatch(path.name)
@@ -145,12 +139,7 @@ def _files(folder: Path) -> tuple[list[_Rank], list[ModelState]]:
 
 
 def _rank(path: Path) -> _Rank:
-    """A rank's file, checked.
-
-    Raises:
-        Damaged: it is invalid.
-        CheckpointError: the optimiser is not AdamW.
-    """
+    """A rank's file, checked."""
     whole = read_file(path, ALLOWED)
     try:
         fields = whole["optimizer_state_dict"]
@@ -194,12 +183,7 @@ def _rank(path: Path) -> _Rank:
 
 
 def _check_together(folder: Path, ranks: Sequence[_Rank], states: Sequence[ModelState]) -> None:
-    """Check that the files are all of the ranks, and of one step of one run.
-
-    Raises:
-        FileNotFoundError: there are fewer files than ranks.
-        Damaged: they don't belong together.
-    """
+    """Check that the files are all of the ranks, and of one step of one run."""
     first, state = ranks[0], states[0]
     count = first.fields["partition_count"]
     count = count[0] if isinstance(count, list) else count
@@ -254,11 +238,7 @@ def _starts(first: _Rank, group: int, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _part(ranks: Sequence[_Rank], group: int, end: int) -> int:
-    """The size of each rank's partition of a group that has `end` values before its padding.
-
-    Raises:
-        Damaged: the ranks don't hold so many.
-    """
+    """The size of each rank's partition of a group that has `end` values before its padding."""
     sizes: set[int] = set()
     for number, rank in enumerate(ranks):
         try:
@@ -288,9 +268,6 @@ def _check_mapping(ranks: Sequence[_Rank], group: int, name: str, cuts: Sequence
     """Compare with where each rank says that its part of a parameter is, if it says so.
 
     With `round_robin_gradients`, DeepSpeed lists other places than the parameters have (0.19.8).
-
-    Raises:
-        Damaged: it is elsewhere.
     """
     if ranks[0].round_robin:
         return
@@ -307,11 +284,7 @@ def _check_mapping(ranks: Sequence[_Rank], group: int, name: str, cuts: Sequence
 
 
 def _runs_3(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, Cuts]]:
-    """Where the parameters are, by name: each is cut in equal parts, and a rank has its parts in order.
-
-    Raises:
-        Damaged: the partitions have other sizes than the parameters need.
-    """
+    """Where the parameters are, by name: each is cut in equal parts, and a rank has its parts in order."""
     for group, shapes in enumerate(state.shapes):
         end = 0
         for name, shape in shapes.items():

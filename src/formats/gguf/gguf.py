@@ -81,9 +81,6 @@ class Gguf:
 
         What is quantised may differ by a rounding, and Gemma's norms, which are stored plus one, by that of
         the sum; the others are equal bit for bit.
-
-        Raises:
-            Damaged: a weight is missing or differs.
         """
         from cairn.formats.gguf.gguf_writer import check
 
@@ -101,11 +98,7 @@ class Gguf:
 
 
 def _check_config(file: GgufFile, folder: Path) -> None:
-    """Check that the folder's config.json describes the model in the file.
-
-    Raises:
-        CheckpointError: it describes another one; the message lists the settings.
-    """
+    """Check that the folder's config.json describes the model in the file."""
     given = load_config(folder).get_text_config()
     arch = file.values["general.architecture"]
     if given.model_type != MODEL_TYPES[arch]:
@@ -122,11 +115,7 @@ def _check_config(file: GgufFile, folder: Path) -> None:
 
 
 def _check_factors(file: GgufFile, config: "PreTrainedConfig") -> None:
-    """Check that what divides rotary frequencies is what config.json describes.
-
-    Raises:
-        CheckpointError: it is something else, or only the file has such values.
-    """
+    """Check that what divides rotary frequencies is what config.json describes."""
     import torch
 
     found = file.tensors.get(ROPE_FACTORS)
@@ -155,11 +144,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _file_in(source: Path) -> Path:
-    """The file that is meant.
-
-    Raises:
-        FileNotFoundError: there is none, or there are several.
-    """
+    """The file that is meant."""
     if not source.is_dir():
         return source
     found = sorted(source.glob(f"*{SUFFIX}"))

@@ -242,12 +242,7 @@ def _entry(cursor: _Cursor) -> _Entry:
 
 
 def _tensors(path: Path, entries: list[_Entry], start: int, size: int) -> dict[str, TensorSource]:
-    """Where the tensors lie.
-
-    Raises:
-        Damaged: tensors overlap, lie outside the file, or have the same name.
-        CheckpointError: types of tensors are not read.
-    """
+    """Where the tensors lie."""
     kinds = {number: quantization_of(number) for number in {entry.kind for entry in entries} - PLAIN.keys()}
     if refused := [entry.name for entry in entries if isinstance(kinds.get(entry.kind), str)]:
         names = sorted(kind for kind in kinds.values() if isinstance(kind, str))

@@ -230,11 +230,7 @@ def rope_factors(parameters: Mapping[str, Any], head: int) -> "torch.Tensor":
 
 
 def _rope(arch: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of rotary embeddings.
-
-    Raises:
-        CheckpointError: there is none for this scaling.
-    """
+    """The metadata of rotary embeddings."""
     if arch == "gemma3":
         whole, local = parameters["full_attention"], parameters["sliding_attention"]
         if local["rope_type"] != "default":
@@ -261,11 +257,7 @@ def _rope(arch: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_parameters(
     arch: str, about: Mapping[str, Any], has_factors: bool, factors: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The inverse of `_rope`.
-
-    Raises:
-        CheckpointError: the scaling has no counterpart in config.json.
-    """
+    """The inverse of `_rope`."""
     theta = about.get("rope.freq_base", 10000.0)
     if arch == "gemma3":
         local = {"rope_type": "default", "rope_theta": about.get("rope.freq_base_swa", 10000.0)}

@@ -187,11 +187,7 @@ def _byte_level(path: Path, definition: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def _pre_tokenizer(path: Path, definition: Mapping[str, Any]) -> str:
-    """GGUF's name of the way in which a byte-level BPE splits text.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """GGUF's name of the way in which a byte-level BPE splits text."""
     found = definition["pre_tokenizer"]
     parts = found["pretokenizers"] if found["type"] == "Sequence" else [found]
     pattern = None
@@ -224,9 +220,6 @@ def _sentencepiece(path: Path, definition: Mapping[str, Any], size: int) -> dict
 
     Programs merge what makes the token with the highest score, whatever its parts are. So the order of merges
     must be one of the tokens that they make, and have every pair of tokens whose text is a token.
-
-    Raises:
-        CheckpointError: it is another kind of tokenizer.
     """
     model = definition["model"]
     vocabulary: dict[str, int] = model["vocab"]
@@ -280,11 +273,7 @@ def _sentencepiece(path: Path, definition: Mapping[str, Any], size: int) -> dict
 
 
 def _special_tokens(path: Path, tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """The numbers of special tokens, and which of them begin and end a text.
-
-    Raises:
-        CheckpointError: a text is put between other tokens.
-    """
+    """The numbers of special tokens, and which of them begin and end a text."""
     ids = {key: getattr(tokenizer, f"{name}_id") for key, name in _SPECIAL.items()}
     about: dict[str, Any] = {f"tokenizer.ggml.{k}_token_id": n for k, n in ids.items() if n is not None}
     bare = tokenizer("a", add_special_tokens=False).input_ids

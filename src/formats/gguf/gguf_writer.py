@@ -103,11 +103,7 @@ def _is_matrix(source: TensorSource) -> bool:
 
 
 def _kind(name: str, source: TensorSource, options: WriteOptions) -> str:
-    """The type as which a tensor is written.
-
-    Raises:
-        CheckpointError: its data type has no counterpart.
-    """
+    """The type as which a tensor is written."""
     if not _is_matrix(source):
         return "F32"
     if options.quantize is not None:
@@ -151,11 +147,7 @@ def _write_header(
 
 
 def _encoded(gguf: Any, name: str, source: TensorSource, kind: str) -> Iterator[memoryview]:
-    """A tensor's bytes in the file, in pieces.
-
-    Raises:
-        CheckpointError: a finite value is beyond the range of the type.
-    """
+    """A tensor's bytes in the file, in pieces."""
     for piece in pieces_of(source):
         if kind == "Q8_0":
             for part in piece.split(AT_ONCE):

@@ -80,12 +80,7 @@ class Accelerate:
 
 
 def _state(path: Path, model: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
-    """AdamW's state by transformers' names, and the settings in its groups.
-
-    Raises:
-        Damaged: the file is invalid.
-        CheckpointError: it can't be told which weight a part of it is of.
-    """
+    """AdamW's state by transformers' names, and the settings in its groups."""
     from cairn.formats.torch_file.pickled import load_pickled
 
     content = load_pickled(path)

@@ -103,11 +103,7 @@ def _of_one(name: str, state: Mapping[str, TensorSource]) -> dict[str, Outgoing]
 def _groups(
     content: Content, decaying: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[dict[str, Any]], float]:
-    """AdamW's groups as Trainer has them, and the rate of the next step.
-
-    Raises:
-        CheckpointError: the step does not say its settings, or Trainer would decay other weights.
-    """
+    """AdamW's groups as Trainer has them, and the rate of the next step."""
     settings, where = content.settings, content.model
     needed = [f"optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay")]
     if missing := [name for name in needed if settings.get(name) is None]:

@@ -75,13 +75,7 @@ def folder_in(source: Path) -> Path | None:
 
 
 def _check_format(folder: Path) -> None:
-    """Check that the folder has the format that Cairn reads.
-
-    Raises:
-        FileNotFoundError: it has no metadata.
-        Damaged: the metadata is invalid.
-        CheckpointError: it has another one.
-    """
+    """Check that the folder has the format that Cairn reads."""
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(2, f"holds no {ABOUT}", str(folder))

@@ -161,11 +161,7 @@ class _Reading:
                 yield f"{name}: {_PASSED[name]}"
 
     def _parts(self, name: str, tensor: DcpTensor) -> Iterator[tuple[str, TensorSource]]:
-        """The hub's tensors in one of Megatron's, by name; a key without counterpart is added to `strange`.
-
-        Raises:
-            CheckpointError: its shape does not fit the model.
-        """
+        """The hub's tensors in one of Megatron's, by name; a key without counterpart is added to `strange`."""
         key = parse(name)
         if key is None:
             self.strange.append(name)
@@ -194,11 +190,7 @@ class _Reading:
                 yield hub, Joined(part.runs, TensorSpec(hub, part.spec.dtype, part.spec.shape))
 
     def _check_tied(self, weights: Mapping[str, TensorSource]) -> None:
-        """Check that a model whose embedding is its head has no other head.
-
-        Raises:
-            CheckpointError: it has.
-        """
+        """Check that a model whose embedding is its head has no other head."""
         head = self.architecture.name(ModelTensor("head"))
         if self.sizes.tied and head in weights:
             raise CheckpointError(

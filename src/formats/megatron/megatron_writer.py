@@ -115,12 +115,7 @@ class _Piece:
 def _pieces(
     parts: Mapping[ModelTensor, TensorSource], types: Mapping[ModelTensor, torch.dtype], sizes: Sizes
 ) -> Iterator[_Piece]:
-    """All pieces of a model, in the order in which they are written.
-
-    Raises:
-        CheckpointError: some layers lack a tensor that others have, or tensors that are one differ in their
-            data type.
-    """
+    """All pieces of a model, in the order in which they are written."""
     kinds = {(part.role, part.kind) for part in parts}
     for module, roles in {**OUTSIDE, **IN_LAYERS}.items():
         stack = (sizes.layers,) if module in IN_LAYERS else ()
@@ -144,11 +139,7 @@ def _pieces(
 
 
 def _joined(sources: list[TensorSource], roles: tuple[Role, ...], sizes: Sizes) -> Joined:
-    """Megatron's tensor of the tensors of several roles.
-
-    Raises:
-        CheckpointError: their rows don't fit the model's sizes.
-    """
+    """Megatron's tensor of the tensors of several roles."""
     by_role = dict(zip(roles, sources, strict=True))
     done = dict.fromkeys(roles, 0)
     shape = (sum(source.spec.shape[0] for source in sources), *sources[0].spec.shape[1:])

@@ -308,9 +308,6 @@ def _tensor(archive: "_Archive", arguments: tuple[Any, ...]) -> SavedTensor:
 
     Args:
         arguments: those of torch's function that makes the tensor.
-
-    Raises:
-        Damaged: the tensor is not in the archive.
     """
     if len(arguments) < 4:
         raise Damaged(f"{archive.where} holds no tensor")

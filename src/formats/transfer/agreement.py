@@ -126,11 +126,7 @@ def agree(
 
 
 def _as_config(about: Mapping[str, Any], where: Path) -> "PreTrainedConfig":
-    """A configuration of this content.
-
-    Raises:
-        Damaged: it is no model's.
-    """
+    """A configuration of this content."""
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / FILE_NAME).write_bytes(as_file(about))
         try:
@@ -180,11 +176,7 @@ def _unfit(names: Iterable[str], layout: Layout) -> tuple[int, int]:
 
 
 def _rename(by_stem: dict[str, dict[str, TensorSource]], names: Mapping[str, str], where: Path) -> None:
-    """Give weights other names, and their state in the optimiser with them.
-
-    Raises:
-        CheckpointError: two become the same.
-    """
+    """Give weights other names, and their state in the optimiser with them."""
     if len(set(names.values())) < len(names):
         seen: dict[str, str] = {}
         for name, short in names.items():
@@ -300,11 +292,7 @@ def _is_part(name: str, parts: Mapping[str, TensorSource]) -> bool:
 
 
 def _other_rows(found: Agreed, parts: Mapping[str, TensorSource], adapter: Path) -> int | None:
-    """How many rows of the vocabulary the adapter holds, if those are not as many as the base has.
-
-    Raises:
-        CheckpointError: its embeddings have different numbers of them.
-    """
+    """How many rows of the vocabulary the adapter holds, if those are not as many as the base has."""
     size = getattr(found.config.get_text_config(), "vocab_size", None)
     tied, shapes = found.layout.tied_in_memory, found.layout.shapes
     rows: dict[str, int] = {}

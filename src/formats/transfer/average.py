@@ -125,11 +125,7 @@ class Average:
 
 
 def _check_alike(steps: Sequence[Path], contents: Sequence[Content]) -> None:
-    """Check that all steps are of the same model.
-
-    Raises:
-        CheckpointError: they have other tensors, shapes, or configurations; the message lists them.
-    """
+    """Check that all steps are of the same model."""
     last = contents[-1].tensors[MODEL]
     config = _config(contents[-1])
     for step, content in zip(steps, contents, strict=True):

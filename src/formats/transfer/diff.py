@@ -95,12 +95,7 @@ def _critic(side: Side) -> Mapping[str, Mapping[str, TensorSource]]:
 
 
 def _side(path: Path) -> Side:
-    """What is in a folder or file.
-
-    Raises:
-        UsageError: it has no known format.
-        CheckpointError: it is invalid.
-    """
+    """What is in a folder or file."""
     if (path / FILE_NAME).exists():
         from cairn.formats.transfer.export_step import content_of_step  # imports torch
 

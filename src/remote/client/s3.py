@@ -210,11 +210,7 @@ class S3:
             return self._place
 
     def _find(self) -> "_Place":
-        """Ask obstore for a signed URL, of which all but the signature counts.
-
-        Raises:
-            RemoteError: obstore can't sign.
-        """
+        """Ask obstore for a signed URL, of which all but the signature counts."""
         import obstore
         from obstore import exceptions
 
