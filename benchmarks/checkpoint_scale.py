@@ -5,10 +5,9 @@ import json
 import tempfile
 import time
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, make_receipt, read_receipt
 from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import FileEntry, Manifest, parse
-from cairn.checkpoint.receipts import make_receipt, read_receipt
 from cairn.checkpoint.retention import SavedStep, read_steps, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import TensorSpec, plan, plan_rank

@@ -200,7 +200,7 @@ class Transfers:
     def put(self, url: str) -> None:
         """Cairn's upload."""
         from cairn.remote import Objects, RemoteStore
-        from cairn.remote.client.upload_journal import Sent
+        from cairn.remote.client.upload_body import Sent
 
         note = self.root / "note"
         note.unlink(missing_ok=True)

@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cairn.checkpoint.saving.host_staging import copies_from
 from cairn.checkpoint.saving.saver import Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors.host_staging import copies_from
 from cairn.checkpoint.tensors.placement import local_values
 from cairn.config.trainer import SFTConfig
 from cairn.launch.memory import training_needs

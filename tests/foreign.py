@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from cairn.checkpoint.tensors.dtypes import DTYPES
+from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.config.trainer import SFTConfig
 from cairn.formats import TensorSource
 from cairn.run.batches import FROM_TEXT, Batch, Sample

@@ -12,8 +12,12 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NotRequired, TypedDict
 
 from awscrt import checksums as crt  # pyright: ignore[reportMissingTypeStubs] # it is typed in its code
+
+from cairn.run.files import read_note
 
 CHUNK_BYTES = 16 << 20
 READ_BYTES = 1 << 20  # stays in the processor's cache between reading and checksumming
@@ -161,3 +165,61 @@ def chunk_crc(path: Path, chunk: int) -> int:
             crc = crc64(memoryview(buffer)[:count], crc)
             left -= count
     return crc
+
+
+class _Written(TypedDict):
+    """One file: its size, the number of bytes that the process wrote, and their (chunk, CRC) pairs."""
+
+    size: int
+    nbytes: int
+    crcs: list[tuple[int, str]]
+
+
+class Receipt(TypedDict):
+    """The content of a receipt file."""
+
+    attempt: str
+    files: dict[str, _Written]
+    contents: NotRequired[dict[str, _Written]]
+    """Of files that were packed: what was packed of them."""
+
+
+def make_receipt(
+    attempt: str,
+    files: Mapping[str, FileChecksum],
+    contents: Mapping[str, FileChecksum] = MappingProxyType({}),
+) -> Receipt:
+    """The receipt of `attempt` for the checksums that it computed while writing.
+
+    Args:
+        contents: those of files that it packed.
+    """
+    receipt: Receipt = {"attempt": attempt, "files": _entries(files)}
+    if contents:
+        receipt["contents"] = _entries(contents)
+    return receipt
+
+
+def _entries(files: Mapping[str, FileChecksum]) -> dict[str, _Written]:
+    return {
+        name: {
+            "size": file.size,
+            "nbytes": file.nbytes,
+            "crcs": [(chunk, f"{crc:016x}") for chunk, crc in file.crcs.items()],
+        }
+        for name, file in files.items()
+    }
+
+
+def read_receipt(content: dict[str, Any], kind: str = "files") -> dict[str, FileChecksum]:
+    """The checksums in a receipt: of `files`, or of packed files' `contents`."""
+    return {
+        name: FileChecksum(entry["size"], {k: int(v, 16) for k, v in entry["crcs"]}, entry["nbytes"])
+        for name, entry in content.get(kind, {}).items()
+    }
+
+
+def note_of(attempt: str, path: Path) -> dict[str, Any] | None:
+    """The content of a receipt or another note in a step's folder, if there is one of this attempt."""
+    content = read_note(path, dict[str, Any])
+    return content if content and content.get("attempt") == attempt else None

@@ -1,16 +1,18 @@
 """The manifest: lists the content of a checkpoint, so that it can be verified."""
 
+import datetime
 import json
 import re
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
 from cairn.run.errors import CairnError
 
 FILE_NAME = "manifest.json"
@@ -289,3 +291,29 @@ def check_crc(path: Path, entry: FileEntry, chunk: int, crc: int) -> None:
     if f"{crc:016x}" != entry.crc64nvme[chunk]:
         start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, entry.size)
         raise Damaged(f"{path}: changed between bytes {start} and {end}")
+
+
+def new_manifest(
+    step: int,
+    checksums: Mapping[str, FileChecksum],
+    about: Mapping[str, Any],
+    packed: Mapping[str, FileChecksum] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of a step that is being made.
+
+    Args:
+        checksums: of all files, by name in the step. packed: of what is in those that are packed.
+        about: the manifest's fields other than step, files and created.
+    """
+    return Manifest(
+        format=2 if packed else 1,
+        step=step,
+        files=_file_entries(checksums),
+        contents=_file_entries(packed),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **about,
+    )
+
+
+def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:
+    return {name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())}

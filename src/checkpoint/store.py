@@ -5,7 +5,6 @@ waits for all receipts and writes the manifest last, which makes the step exist 
 """
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cairn.checkpoint.checksums import FileChecksum, merge_checksums
+from cairn.checkpoint.checksums import FileChecksum, make_receipt, merge_checksums, note_of, read_receipt
 from cairn.checkpoint.eval_metrics import Ratings, ratings_in
 from cairn.checkpoint.manifest import (
     FILE_NAME,
@@ -25,8 +24,8 @@ from cairn.checkpoint.manifest import (
     Manifest,
     check_files,
     load_manifest,
+    new_manifest,
 )
-from cairn.checkpoint.receipts import make_receipt, note_of, read_receipt
 from cairn.checkpoint.step_index import StepFolders, step_of, verify
 from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps, row_of
@@ -113,17 +112,9 @@ class CheckpointStore(StepFolders):
             read_back: read the files again from the disk and compare, before the part counts.
         """
         folder = self.folder(step)
-        checksums: dict[str, FileChecksum] = {}
-        for name, content in files.items():
-            make_folders((folder / name).parent)
-            write_atomic(folder / name, content, durable=True)
-            checksums[name] = FileChecksum(len(content))
-            checksums[name].add(0, content)
+        checksums = write_files(folder, files, read_back=read_back)
         for where in {folder, *((folder / name).parent for name in files)}:
             sync(where)
-        if read_back:
-            for name, content in files.items():
-                check_written(folder / name, content)
         write_json(self.receipt_file(step, part), make_receipt(attempt, checksums), durable=True)
 
     def commit(
@@ -162,18 +153,10 @@ class CheckpointStore(StepFolders):
             )
             merge_checksums(checksums, read_receipt(content))
             merge_checksums(packed, read_receipt(content, "contents"))
-        entries = _file_entries(checksums)
-        if other := sorted(name for name, entry in linked.items() if entries.get(name) != entry):
+        manifest = new_manifest(step, checksums, about, packed)
+        if other := sorted(name for name, entry in linked.items() if manifest.files.get(name) != entry):
             raise CheckpointError(f"{self.folder(step) / other[0]}: is a link to a file of other values")
         fault_point("commit.before_manifest")
-        manifest = Manifest(
-            format=2 if packed else 1,
-            step=step,
-            files=entries,
-            contents=_file_entries(packed),
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **about,
-        )
         self._publish(manifest, read_back=read_back)
         return manifest
 
@@ -199,24 +182,38 @@ class CheckpointStore(StepFolders):
         return self.receive(manifest, partial(_copy, source, manifest, transfer, on_bytes))
 
     def receive(self, manifest: Manifest, fill: Callable[[Path], None]) -> Path:
+        """Commit a step whose manifest is known; see `make`.
+
+        Args:
+            fill: writes the files that `manifest` lists into the folder that it is given, fsyncs them, and
+                checks them against the manifest.
+        """
+
+        def filled(folder: Path) -> Manifest:
+            fill(folder)
+            return manifest
+
+        return self.make(manifest.step, filled)
+
+    def make(self, step: int, fill: Callable[[Path], Manifest], *, read_back: bool = False) -> Path:
         """Commit a step without the roles of a run; returns its folder.
 
         A failure leaves nothing behind; a process that is killed leaves debris, which the next call removes.
 
         Args:
-            fill: writes the files that `manifest` lists into the folder that it is given, fsyncs them, and
-                checks them against the manifest.
+            fill: writes the files into the folder that it is given, fsyncs them, and returns their manifest.
+            read_back: read the manifest again from the disk and compare, before it counts.
 
         Raises:
             CheckpointError: the step exists already, or a link or file has its name.
         """
-        folder = self.folder(manifest.step)
+        folder = self.folder(step)
         make_folders(self.root)
         self._check_free(folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
-            fill(folder)
+            manifest = fill(folder)
             for path in (*folder.rglob("*"), folder):
                 if path.is_dir():
                     sync(path)
@@ -224,7 +221,7 @@ class CheckpointStore(StepFolders):
             shutil.rmtree(folder, ignore_errors=True)
             raise
         fault_point("commit.before_manifest")
-        self._publish(manifest)
+        self._publish(manifest, read_back=read_back)
         return folder
 
     def _publish(self, manifest: Manifest, *, read_back: bool = False) -> None:
@@ -468,8 +465,24 @@ class OneStep(CheckpointStore):
         return [row_of(self._only, [])]
 
 
-def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:
-    return {name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())}
+def write_files(
+    folder: Path, files: Mapping[str, bytes], *, read_back: bool = False
+) -> dict[str, FileChecksum]:
+    """Write small files, by name in `folder`, and fsync them; returns their checksums.
+
+    Args:
+        read_back: read the files again from the disk and compare.
+    """
+    checksums: dict[str, FileChecksum] = {}
+    for name, content in files.items():
+        make_folders((folder / name).parent)
+        write_atomic(folder / name, content, durable=True)
+        checksums[name] = FileChecksum(len(content))
+        checksums[name].add(0, content)
+    if read_back:
+        for name, content in files.items():
+            check_written(folder / name, content)
+    return checksums
 
 
 def remove_folder(folder: Path) -> None:

@@ -15,9 +15,6 @@ from cairn.run.output import Stage
 if TYPE_CHECKING:
     import torch
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class Content:
@@ -129,7 +126,7 @@ class WritableFormat(Protocol):
         hub's names, and the optimiser's state has those of transformers' modules.
 
         Returns:
-            What reads it back once it is durable; `reading_back` has it for formats that keep every value.
+            What reads it back once it is durable; `KeptValues` has it for formats that keep every value.
 
         Raises:
             CheckpointError: something in `content` has no counterpart in this format; the message lists it.
@@ -161,7 +158,7 @@ def written_dtypes(content: Content, dtype: str | None) -> "dict[str, torch.dtyp
         return {}
     from transformers import AutoConfig
 
-    from cairn.checkpoint.tensors.dtypes import DTYPES
+    from cairn.checkpoint.tensors.reader import DTYPES
     from cairn.checkpoint.tensors.sharded_files import dtype_of
     from cairn.model.hub_layout import hub_layout
 

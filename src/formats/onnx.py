@@ -14,20 +14,15 @@ FILE = "model.onnx"
 
 
 class Onnx:
-    """The logits of token numbers [batch, seq] and a mask of the same shape; a folder with the tokenizer."""
+    """The logits of token numbers [batch, seq] and a mask of the same shape; a folder with the tokenizer.
+
+    Above a size of `onnx_writer.EXTERNAL_BYTES`, the weights are in a file beside FILE. The model is held in
+    memory.
+    """
 
     stems = (MODEL,)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write `FILE`, and above a size of `onnx_writer.EXTERNAL_BYTES` the weights in a file beside it.
-
-        The model is held in memory.
-
-        Raises:
-            UsageError: a package is not installed.
-            CheckpointError: torch can't express the model in ONNX.
-            OSError: a file can't be written.
-        """
         from cairn.formats.onnx_writer import write  # imports torch
 
         write(content, folder / FILE, options)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPES
+from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.common.outgoing import weights_of
 from cairn.run.files import naming

@@ -7,7 +7,6 @@ from typing import Any, cast
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.huggingface.huggingface import copy_companions
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -17,23 +16,20 @@ FILE = "model.pt"
 
 
 class PlainFile:
-    """A file of weights; config.json and tokenizer lie beside it, or are given."""
+    """A file of weights; config.json and tokenizer lie beside it, or are given.
+
+    What is written is what `model.state_dict()` of transformers is: tied weights stand under each of their
+    names, and share values.
+    """
 
     stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is a file with a name that torch's files have, or a folder that `write` made."""
         if source.is_dir():
             return (source / FILE).is_file() and not any(source.glob("*.safetensors*"))
         return source.is_file() and source.suffix in SUFFIXES
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The weights.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it is invalid, holds no state dict, or would execute code.
-        """
         from cairn.formats.torch_file.pickled import (
             load_pickled,
             state_dict_in,  # imports torch
@@ -61,18 +57,12 @@ class PlainFile:
         return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write the state dict of transformers' model into FILE, and beside it what makes a model of it.
-
-        It is what `model.state_dict()` is: tied weights stand under each of their names, and share values.
-
-        Raises:
-            CheckpointError: there is no config.json.
-            OSError: a file can't be written.
-        """
         from cairn.formats.common.outgoing import state_dict_of
         from cairn.formats.torch_file import torch_writer  # imports torch
 
         copy_companions(content, folder, options.dtype)
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
+
         kept = KeptValues(content, options.dtype)
         torch_writer.save(folder / FILE, state_dict_of(kept.content, options.dtype), options.on_bytes)
         return kept.read_back(self, folder)

@@ -10,19 +10,9 @@ class Verl:
     """A run's folder (its newest step), a `global_step_N`, or the `actor` or `policy` in it."""
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` has files of such names."""
         return places_in(source) is not None
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The content; see `content.Format`.
-
-        Raises:
-            FileNotFoundError: a rank's file is missing.
-            UsageError: there is no config.json, which tells which weights were trained.
-            Refused: a file names what is not allowed.
-            Damaged: a file is invalid, or the shards make no whole tensor.
-            CheckpointError: it is of FSDP1 or LoRA, or the optimiser is not AdamW of all weights.
-        """
         from cairn.formats.verl_reading import read  # imports torch
 
         places = places_in(source)

@@ -1,23 +1,283 @@
-"""Puts together what verl and SkyRL hold of a run: the policy, and a critic if there is one."""
+"""Reads what verl and SkyRL hold of a run: the policy, and a critic if there is one.
+
+Each rank saved its own shards of a model and of its optimiser.
+"""
 
 # Values from a pickle have no types until they are checked.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError
+import torch
+
+from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource, listed
+from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.base import Content
+from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.formats.common.value_head import value_names
-from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
-from cairn.formats.verl_model import ModelFolder, OptimizerState
-from cairn.formats.verl_places import Places, places_in
+from cairn.formats.dcp.dtensors import ALLOWED, is_tensor, joined
+from cairn.formats.torch_file.pickled import held
+from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored
+from cairn.formats.torch_file.torch_stream import read_file
+from cairn.formats.verl_places import Places, places_in, ranks_in
 from cairn.model.hub_layout import Layout, hub_layout
 from cairn.model.untrusted_config import load_config
 from cairn.run.errors import UsageError
+from cairn.run.files import read_json
+
+MERGER = (
+    "is of FSDP1, whose optimiser has flat pieces of several weights. Merge the weights with "
+    "`python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir OUT`, "
+    "and import OUT with --format hf"
+)
+
+
+class _Opaque(PickledObject):
+    """Stands for arrays of NumPy, in which random generators are stored."""
+
+    def __init__(self, *_: object):
+        super().__init__()
+
+    def set(self, state: object) -> None:
+        """Take nothing."""
+
+
+_EXTRA = {
+    **ALLOWED,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Opaque for core in ("core", "_core")},
+    ("numpy", "ndarray"): ignored,
+    ("numpy", "dtype"): _Opaque,
+    ("_codecs", "encode"): ignored,
+}
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a folder holds of an optimiser: tensors by `<weight>.exp_avg`, settings by the names that Cairn's
+    have, and the number of its updates; None without state."""
+
+    tensors: Mapping[str, TensorSource]
+    settings: Mapping[str, Any]
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The folder of one model: what each rank held of it."""
+
+    folder: Path
+    world_size: int
+
+    @staticmethod
+    def at(folder: Path) -> "ModelFolder":
+        """The folder, after a look at what files there are.
+
+        Raises:
+            FileNotFoundError: a rank's file is missing.
+            CheckpointError: FSDP1 wrote it, or it has an adapter, or files of different numbers of ranks.
+        """
+        found = ModelFolder(folder, _world_size(folder))
+        if (folder / "lora_adapter").exists():
+            found._refuse_adapter(["lora_adapter/"])
+        about = read_json(folder / "fsdp_config.json")
+        if isinstance(about, dict) and (
+            about.get("FSDP_version") == 1 or about.get("fsdp_strategy") == "fsdp"
+        ):
+            found._refuse_old()
+        return found
+
+    def weights(self) -> dict[str, TensorSource]:
+        """The weights by name, in the order in which the model has them.
+
+        Raises:
+            CheckpointError: it is of FSDP1, or has an adapter.
+            Damaged: the shards make no whole tensors.
+        """
+        ranks = self._ranks("model")
+        adapters = [name for name in ranks[0] if "lora_" in str(name)]
+        if adapters:
+            self._refuse_adapter(adapters)
+        weights: dict[str, TensorSource] = {}
+        for name in _same_keys(ranks, f"{self.folder}: the weights"):
+            parts = [rank[name] for rank in ranks]
+            if not all(is_tensor(part) for part in parts):
+                raise Damaged(f"{self.folder}: {name} is no tensor")
+            weights[str(name)] = joined(str(name), parts)
+        return weights
+
+    def optimizer(
+        self,
+        weights: Mapping[str, TensorSource],
+        trained: Callable[[], list[str]],
+        idle: Collection[str] = (),
+    ) -> OptimizerState:
+        """The state of AdamW.
+
+        Args:
+            weights: in the order in which the model has them.
+            trained: gives the names of the model's parameters, in their order, for optimisers that number
+                them.
+            idle: weights that may have no state, and whose state is passed over.
+
+        Raises:
+            CheckpointError: it is another optimiser's, or that of other weights.
+        """
+        where = self.folder
+        if not (where / f"optim_world_size_{self.world_size}_rank_0.pt").is_file():
+            return OptimizerState({}, {}, None)
+        ranks = self._ranks("optim")
+        if not ranks[0]:
+            return OptimizerState({}, {}, None)
+        try:
+            groups, states = ranks[0]["param_groups"], [rank["state"] for rank in ranks]
+            numbers = [number for group in groups for number in group["params"]]
+        except (KeyError, TypeError) as error:
+            raise Damaged(f"{where}: holds no state of an optimiser ({error!r})") from None
+        owners = _same_keys(states, f"{where}: the optimiser's state")
+        names = self._names(groups, numbers, owners, weights, trained, idle)
+        state: dict[str, TensorSource] = {}
+        for owner in owners:
+            if names[owner] in idle:
+                continue
+            kinds = _same_keys([rank[owner] for rank in states], f"{where}: the state of {owner}")
+            if set(kinds) != set(MOMENTS):
+                raise CheckpointError(
+                    f"{where}: the optimiser has {', '.join(sorted(map(str, kinds)))}, not the state of AdamW"
+                )
+            weight = weights[names[owner]]
+            for kind in MOMENTS:
+                name = f"{names[owner]}.{kind}"
+                source = _part(name, [rank[owner][kind] for rank in states], where)
+                if kind != "step" and source.spec.shape != weight.spec.shape:
+                    self._refuse_shape(name, source, weight)
+                state[name] = source
+        settings = [{key: group[key] for key in SETTINGS if key in group} for group in groups]
+        steps = [whole_steps(value_of(one), where) for name, one in state.items() if name.endswith(".step")]
+        return OptimizerState(state, settings_of(settings, where), max(steps, default=None))
+
+    def extra(self) -> Mapping[str, Any]:
+        """What the first rank saved beside: the schedule's state, random generators and the like.
+
+        Raises:
+            Refused: there is more than plain values.
+        """
+        path = self.folder / f"extra_state_world_size_{self.world_size}_rank_0.pt"
+        if not path.is_file():
+            return {}
+        try:
+            extra = read_file(path, _EXTRA)
+        except ForbiddenPickle as error:
+            raise ForbiddenPickle(
+                f"{path.name}: not read, as it holds more than plain values: {error}"
+            ) from None
+        return extra if isinstance(extra, dict) else {}
+
+    def _refuse_old(self) -> None:
+        raise CheckpointError(f"{self.folder}: {MERGER.format(folder=self.folder)}")
+
+    def _refuse_adapter(self, names: Collection[str]) -> None:
+        raise CheckpointError(
+            f"{self.folder}: was trained with LoRA ({listed(names)}), whose optimiser has the "
+            "adapter's weights only. Merge the adapter into its base model with peft, and import that with "
+            "--format hf"
+        )
+
+    def _ranks(self, kind: str) -> list[dict[str, Any]]:
+        """What each rank's file of a kind holds."""
+        folder = self.folder
+        paths = [folder / f"{kind}_world_size_{self.world_size}_rank_{n}.pt" for n in range(self.world_size)]
+        try:
+            found = [read_file(path, ALLOWED) for path in paths]
+        except ForbiddenPickle as error:
+            if "sharded_tensor" in str(error):
+                self._refuse_old()
+            raise
+        for path, value in zip(paths, found, strict=True):
+            if not isinstance(value, dict):
+                raise Damaged(f"{path}: holds a {type(value).__name__} where a dictionary should be")
+        return found
+
+    def _refuse_shape(self, name: str, source: TensorSource, weight: TensorSource) -> None:
+        if len(source.spec.shape) == 1 and len(weight.spec.shape) > 1:  # FSDP1's flat parameters
+            self._refuse_old()
+        raise CheckpointError(
+            f"{self.folder}: {name} has shape {list(source.spec.shape)}, and the weight "
+            f"{list(weight.spec.shape)}"
+        )
+
+    def _names(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        numbers: Sequence[Any],
+        owners: Collection[Any],
+        weights: Mapping[str, TensorSource],
+        trained: Callable[[], list[str]],
+        idle: Collection[str],
+    ) -> dict[Any, str]:
+        """The weight of each entry of the optimiser's state, which is a name or a number.
+
+        Numbers count the weights in the order of the model's parameters.
+        """
+        where = self.folder
+        if all(isinstance(owner, str) for owner in owners):
+            if strange := [owner for owner in owners if owner not in weights]:
+                raise CheckpointError(f"{where}: optimiser state without weights: {listed(strange)}")
+            return {owner: owner for owner in owners}
+        names: list[Any] = [name for group in groups for name in group.get("param_names", ())]
+        if not names:
+            names = trained()
+            if sum(bool(group["params"]) for group in groups) > 1:
+                raise CheckpointError(
+                    f"{where}: the optimiser has {len(groups)} groups of weights, which it numbers anew, so "
+                    "that no number tells its weight; without its files, the weights alone are imported"
+                )
+        found = dict(zip(numbers, names, strict=False))
+        needed = {number for number, name in found.items() if name not in idle}
+        known = len(names) == len(numbers) and set(names) <= weights.keys()
+        if not known or not needed <= set(owners) <= set(numbers):
+            raise CheckpointError(
+                f"{where}: the optimiser has the state of {len(owners)} of {len(numbers)} weights, and the "
+                f"model has {len(names)}; all of them must have been trained"
+            )
+        return found
+
+
+def _world_size(policy: Path) -> int:
+    """The number of ranks that saved a folder."""
+    ranks = ranks_in(policy)
+    if len(ranks) != 1:
+        raise CheckpointError(
+            f"{policy}: holds files of {' and of '.join(map(str, sorted(ranks)))} ranks; "
+            "remove those that are old"
+        )
+    ((world_size, there),) = ranks.items()
+    for rank in range(world_size):
+        if rank not in there:
+            path = policy / f"model_world_size_{world_size}_rank_{rank}.pt"
+            raise FileNotFoundError(2, "the shards of a rank are missing", str(path))
+    return world_size
+
+
+def _same_keys(ranks: Sequence[Any], what: str) -> list[Any]:
+    """The keys of a dictionary that each rank has, which must be the same."""
+    if not all(isinstance(rank, dict) and rank.keys() == ranks[0].keys() for rank in ranks):
+        raise Damaged(f"{what}: not the same on all ranks")
+    return list(ranks[0])
+
+
+def _part(name: str, parts: Sequence[Any], where: Path) -> TensorSource:
+    """A tensor of the optimiser's state; a step may also be a number."""
+    if all(is_tensor(part) for part in parts):
+        return joined(name, parts)
+    if name.endswith(".step") and all(type(part) in (int, float) and part == parts[0] for part in parts):
+        return held(name, torch.tensor(float(parts[0])), where)
+    raise Damaged(f"{where}: {name} is no tensor")
+
 
 MODEL_FOLDERS = ("huggingface", "")
 """Where a model's folder may hold config.json and the tokenizer."""

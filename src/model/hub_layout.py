@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.placement import Place
+from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.model.untrusted_config import making_model
 from cairn.run.errors import UsageError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.policy.checksums import merged
 from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages

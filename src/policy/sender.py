@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.saving.host_staging import HostCopies, Outlet, copies_from
+from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.placement import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, host_store, join_pair, messages

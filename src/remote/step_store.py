@@ -27,8 +27,7 @@ from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps
 from cairn.remote import catalog, chunks
 from cairn.remote.client.objects import Listed, Objects
-from cairn.remote.client.upload_body import OnBytes, UploadBody
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import OnBytes, Sent, UploadBody
 from cairn.remote.dedup import known_there
 from cairn.remote.prefix_lease import CLAIM, Claims
 from cairn.remote.run_files import newest

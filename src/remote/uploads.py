@@ -21,8 +21,7 @@ from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import SavedStep
 from cairn.config.ckpt import CkptConfig
-from cairn.remote.client.upload_body import OnBytes
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import OnBytes, Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.run_files import RunFiles
 from cairn.remote.step_store import FORGOTTEN, AnotherStep, RemoteStore

@@ -17,12 +17,11 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.retention import Spare, apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed, Tensors
-from cairn.checkpoint.saving.save_deadline import Newest, decide
-from cairn.checkpoint.saving.saver import Saved, SaveOptions, Saver, SavingRank
+from cairn.checkpoint.saving.saver import Newest, Saved, SaveOptions, Saver, SavingRank, decide
 from cairn.checkpoint.step_folder import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.step_jobs import StepJob, StepJobs
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
 from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads

@@ -15,7 +15,7 @@ from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.tensors.remote_ranges import away_in_step
 from cairn.checkpoint.tensors.sharded_files import load_step, read_tensors
 from cairn.remote import Objects, RemoteStore
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import Sent
 from cairn.remote.header_download import bring_beginnings
 
 FILES = {

@@ -16,7 +16,7 @@ from runs import DEADLINE
 from stores import make_step
 
 from cairn.checkpoint.store import CheckpointStore
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import Sent
 from cairn.run.faults import POINTS
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmount
 from cairn.tools.chaos.plan import OF_LARGE_FILES, SMALL_FILES, ChaosSettings, Disaster, draw

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, make_receipt, read_receipt
 from cairn.checkpoint.manifest import FileEntry
-from cairn.checkpoint.receipts import make_receipt, read_receipt
 
 DATA = random.Random(0).randbytes(2 * CHUNK_BYTES + 12_345)
 

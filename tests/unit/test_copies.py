@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cairn.checkpoint.saving import host_staging
 from cairn.checkpoint.saving.arena import Arena
-from cairn.checkpoint.saving.host_staging import GpuCopies, HostCopies, copies_from
+from cairn.checkpoint.tensors import host_staging
+from cairn.checkpoint.tensors.host_staging import GpuCopies, HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.trainer.checkpoints import host_share
 

@@ -39,8 +39,8 @@ from cairn.formats import EXPORTERS, format_of, no_progress
 from cairn.formats.base import WriteOptions
 from cairn.formats.common.match_layout import in_memory, state_of
 from cairn.formats.dcp.dcp import Dcp, PrimeRl, Torchtitan, step_in
-from cairn.formats.dcp.dcp_metadata import DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_programs import FILE_NAME
+from cairn.formats.dcp.dcp_tensors import DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_titan import cut, fused_parts
 from cairn.formats.torch_file.pickled import held, load_pickled, source_of
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle

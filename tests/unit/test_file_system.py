@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.checkpoint.saving.direct_io import direct_file
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors.direct_io import direct_file
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
 from cairn.remote import Objects

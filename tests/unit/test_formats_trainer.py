@@ -22,7 +22,7 @@ from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig
-from cairn.formats.huggingface.hf_schedule import schedule_of
+from cairn.formats.huggingface.hf_trainer import schedule_of
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import (
     ALIGNMENT,
     DIRECT_BYTES,
@@ -28,6 +27,7 @@ from cairn.checkpoint.tensors.layout import (
     plan_rank,
     read_header,
 )
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 
 

@@ -25,7 +25,7 @@ from cairn.launch.plan import remote_start as launch_remote
 from cairn.launch.plan.remote_start import replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.remote import Objects, RemoteStore
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.object_store import NoCredentials

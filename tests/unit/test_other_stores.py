@@ -12,9 +12,8 @@ from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.remote import Objects, RemoteError, RemoteStore
-from cairn.remote.client.objects import Exists
-from cairn.remote.client.probing import probe
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.objects import Exists, probe
+from cairn.remote.client.upload_body import Sent
 from cairn.run.errors import CairnError
 
 SERVERS = {"az": azure_server, "gs": google_server}

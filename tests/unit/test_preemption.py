@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from stores import make_step
 
-from cairn.checkpoint.saving.save_deadline import Newest, decide
-from cairn.checkpoint.saving.saver import Saved
+from cairn.checkpoint.saving.saver import Newest, Saved, decide
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.shared import PreemptionConfig

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from cairn.checkpoint.saving.host_staging import HostCopies
+from cairn.checkpoint.tensors.host_staging import HostCopies
 from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.policy.checksums import checksum, read_checksums

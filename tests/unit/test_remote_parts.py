@@ -25,7 +25,7 @@ from cairn.launch import main
 from cairn.launch.plan.remote_start import with_remote
 from cairn.remote import Objects, RemoteError, RemoteStore, dedup
 from cairn.remote.client import multipart, objects, s3
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import RunUploads, Uploader, note_origin
 from cairn.run.waiting import wait_for
@@ -39,7 +39,7 @@ from pathlib import Path
 from cairn.checkpoint.manifest import Manifest
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.client import objects
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.upload_body import Sent
 
 objects.CONCURRENT_PARTS = 2
 folder = Path(sys.argv[1])

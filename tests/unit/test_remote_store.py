@@ -31,9 +31,8 @@ from cairn.launch.plan.remote_start import with_remote
 from cairn.launch.start import Start, choose_start
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.remote.client import objects
-from cairn.remote.client.objects import Listed
-from cairn.remote.client.probing import probe
-from cairn.remote.client.upload_journal import Sent
+from cairn.remote.client.objects import Listed, probe
+from cairn.remote.client.upload_body import Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import Limit, RunUploads, Uploaded, Uploader
 from cairn.run.errors import UsageError

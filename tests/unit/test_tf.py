@@ -13,8 +13,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.formats import FORMATS, WriteOptions, format_of
-from cairn.formats.tf_reading import crc32c, masked, read_index
-from cairn.formats.tf_writer import HEADER, field, table, varint
+from cairn.formats.tensorflow import HEADER, crc32c, field, masked, read_index, table, varint
 from cairn.formats.transfer.export_step import export
 from cairn.formats.transfer.import_step import import_checkpoint
 

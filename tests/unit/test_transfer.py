@@ -18,7 +18,7 @@ from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
 from runs import DEADLINE
 from torch.distributed.tensor import DTensor, Shard
 
-from cairn.checkpoint.saving.host_staging import HostCopies
+from cairn.checkpoint.tensors.host_staging import HostCopies
 from cairn.checkpoint.tensors.placement import Section, share_of
 from cairn.policy.checksums import checksum
 from cairn.policy.errors import Gone, NotThere

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.saving.host_staging import HostCopies, copies_from
+from cairn.checkpoint.tensors.host_staging import HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import ALIGNMENT, FileLayout, plan_rank, ring_pieces
-from cairn.checkpoint.tensors.placement import Stored, share_of
+from cairn.checkpoint.tensors.placement import RowTargets, Stored, in_rows, share_of
 from cairn.checkpoint.tensors.reader import as_bytes
-from cairn.checkpoint.tensors.redistribute import RowTargets, in_rows
 from cairn.checkpoint.tensors.sharded_files import plan_tensors
 from cairn.run.signals import stop_signals_blocked
 

@@ -21,15 +21,13 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, make_receipt, note_of
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content, check_size, load_manifest
-from cairn.checkpoint.receipts import make_receipt, note_of
 from cairn.checkpoint.saving.arena import Tensors, inside
-from cairn.checkpoint.saving.host_staging import Outlet, copies_from
+from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.layout import FileLayout
-from cairn.checkpoint.tensors.placement import share_of
+from cairn.checkpoint.tensors.placement import in_rows, share_of
 from cairn.checkpoint.tensors.reader import as_memory
-from cairn.checkpoint.tensors.redistribute import in_rows
 from cairn.checkpoint.tensors.remote_ranges import away_files
 from cairn.checkpoint.tensors.sharded_files import plan_tensors, write_at
 from cairn.run.file_system import parts_of_pages

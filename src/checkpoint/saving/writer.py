@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, crc64
-from cairn.checkpoint.receipts import make_receipt
-from cairn.checkpoint.saving.direct_io import WRITERS, direct_file
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, crc64, make_receipt
 from cairn.checkpoint.tensors.compression import PackWriter, pack, pack_blocks
+from cairn.checkpoint.tensors.direct_io import WRITERS, direct_file
 from cairn.checkpoint.tensors.layout import ALIGNMENT, DIRECT_BYTES, Extent, ring_pieces
 from cairn.run.faults import fault_point
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise

@@ -219,8 +219,11 @@ class StoredTensor:
             Damaged: the file ends too early.
             CheckpointError: the data type can't be read.
         """
-        from cairn.checkpoint.tensors.dtypes import DTYPES  # imports torch, which planning does without
-        from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
+        from cairn.checkpoint.tensors.reader import (
+            DTYPES,  # imports torch, which planning does without
+            ReadRange,
+            read_pieces,
+        )
 
         if self.spec.dtype not in DTYPES:
             raise CheckpointError(

@@ -11,7 +11,7 @@ writes its own part, and counts it in the checksums when reading.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -296,3 +296,93 @@ def _last_cut(shape: Sequence[int], kept: list[list[Range]]) -> int | None:
 def _count_before(ranges: Sequence[Range], item: int) -> int:
     """Number of values in the ranges that come before value `item` of the whole."""
     return sum(min(max(item - first, 0), count) for first, count in ranges)
+
+
+FEW_RANGES = 1024
+"""A tensor with at most this many ranges is never exchanged."""
+SHORT_BYTES = 16 << 10
+"""A tensor with more ranges is exchanged if they are shorter than this on average."""
+
+
+def in_rows(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same values, redistributed to rows where ranges are many and short. All ranks call it together."""
+    return _replaced(tensors, _exchanged)
+
+
+class RowTargets:
+    """Targets to read in place of `tensors`: rows for those with many short ranges."""
+
+    def __init__(self, tensors: Mapping[str, Stored]):
+        self._made: list[tuple[DTensor, DTensor]] = []
+        self.tensors = _replaced(tensors, self._blank)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether there are any such tensors."""
+        return bool(self._made)
+
+    def finish(self) -> None:
+        """Redistribute what was read into the tensors themselves. All ranks call it together."""
+        with torch.no_grad():
+            for tensor, rows in self._made:
+                values = rows.redistribute(tensor.device_mesh, tensor.placements)
+                tensor.to_local().copy_(values.to_local())
+
+    def _blank(self, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        rows = _blank_rows(tensor, placements)
+        self._made.append((tensor, rows))
+        return rows
+
+
+def _blank_rows(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A tensor like `tensor` with other placements and undefined values."""
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate() or [0] * mesh.ndim
+    ranges = ranges_of(tuple(tensor.shape), placements, tuple(mesh.shape), at)
+    rest = tensor.shape[1:]
+    count = sum(count for _, count in ranges) // max(rest.numel(), 1)
+    local = torch.empty((count, *rest), dtype=tensor.dtype, device=tensor.device)
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
+
+
+def _exchanged(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    with torch.no_grad():
+        return tensor.redistribute(tensor.device_mesh, placements)
+
+
+def _row_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
+    """The placements that give each rank whole rows; None if the ranges are few, or long enough already."""
+    if all(placement.is_replicate() or placement == Shard(0) for placement in tensor.placements):
+        return None
+    shape, mesh_shape = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
+    ranges, count = count_ranges(shape, tensor.placements, mesh_shape)
+    if ranges <= FEW_RANGES or count * tensor.element_size() >= ranges * SHORT_BYTES:
+        return None
+    return tuple(placement if placement.is_replicate() else Shard(0) for placement in tensor.placements)
+
+
+def _replaced(
+    tensors: Mapping[str, Stored], make: Callable[[DTensor, tuple[Placement, ...]], DTensor]
+) -> dict[str, Stored]:
+    """The tensors, with those in many short ranges replaced by the result of `make`, called once for each."""
+    made: dict[int, DTensor] = {}
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        placements = _row_placements(tensor) if isinstance(tensor, DTensor) else None
+        if placements is None:
+            return tensor
+        assert isinstance(tensor, DTensor)
+        if id(tensor) not in made:
+            made[id(tensor)] = make(tensor, placements)
+        return made[id(tensor)]
+
+    replaced: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Section):
+            whole = replace(tensor.tensor)
+            same = whole is tensor.tensor
+            replaced[name] = tensor if same else Section(whole, tensor.first, tuple(tensor.shape))
+        else:
+            replaced[name] = replace(tensor)
+    return replaced

@@ -1,4 +1,7 @@
-"""Reads ranges of files into tensors, with several threads, and computes checksums on the way."""
+"""Reads ranges of files into tensors, with several threads, and computes checksums on the way.
+
+Here are also the data types in tensor files, by the names that safetensors and torch give them.
+"""
 
 import contextlib
 import ctypes
@@ -21,6 +24,25 @@ from cairn.checkpoint.tensors.compression import Block as PackedBlock
 from cairn.checkpoint.tensors.compression import PackedFile
 from cairn.checkpoint.tensors.remote_ranges import READERS as AWAY_READERS
 from cairn.checkpoint.tensors.remote_ranges import AwayFile
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""safetensors' name of each torch data type."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""The torch data type by safetensors' name."""
+DTYPES_IN_SETTINGS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+"""The torch data type by torch's name, such as float32; used in settings and in messages between roles."""
+
 
 # Ranges of files, read block after block into buffers that the caller has.
 

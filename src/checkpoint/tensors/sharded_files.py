@@ -29,8 +29,7 @@ from cairn.checkpoint.manifest import (
     holds_tensors,
     load_manifest,
 )
-from cairn.checkpoint.saving.host_staging import Outlet, copies_from
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES, DTYPES
+from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.layout import (
     MAX_FILE_BYTES,
     FileLayout,
@@ -39,9 +38,8 @@ from cairn.checkpoint.tensors.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.tensors.placement import Stored, share_of
-from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
-from cairn.checkpoint.tensors.redistribute import RowTargets, in_rows
+from cairn.checkpoint.tensors.placement import RowTargets, Stored, in_rows, share_of
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES, DTYPES, ReadRange, as_memory, read_pieces
 from cairn.checkpoint.tensors.remote_ranges import AwayFile, away_in_step, check_away
 from cairn.checkpoint.tensors.source import TensorSource
 

@@ -22,7 +22,7 @@ import torch
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.saving.direct_io import DirectFile, direct_file
+from cairn.checkpoint.tensors.direct_io import DirectFile, direct_file
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES, FileLayout, plan
 from cairn.checkpoint.tensors.reader import as_bytes, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of

@@ -18,9 +18,8 @@ import torch
 
 from cairn.checkpoint.checksums import SpanSum
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import as_memory
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import THREADS, Memory, in_order

@@ -67,17 +67,11 @@ def _is_number(value: object) -> bool:
 
 
 def whole_steps(value: object, where: object) -> int:
-    """A number of steps, which programs keep as a number of any type, or as a tensor of one value.
+    """A number of steps, which programs keep as a number of any type.
 
     Raises:
         Damaged: it is none, or beyond MAX_STEPS.
     """
-    if value is not None and not isinstance(value, (int, float)):
-        from cairn.checkpoint.tensors.stream_writer import value_of  # imports torch
-        from cairn.formats.torch_file.torch_stream import SavedTensor
-
-        if isinstance(value, SavedTensor) and value.shape in ((), (1,)):
-            value = value_of(SavedTensor.of("the optimiser's step", value))
     if not isinstance(value, (int, float)) or not 0 <= value < MAX_STEPS or value != int(value):
         raise Damaged(f"{where}: the optimiser's step is {value!r}, which is no whole number")
     return int(value)

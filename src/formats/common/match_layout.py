@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
+from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.common.tensor_views import Joined, TensorSection
 from cairn.model.hub_layout import Layout

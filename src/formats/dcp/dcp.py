@@ -7,7 +7,6 @@ from typing import Any
 
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.dcp.dcp_programs import FILE_NAME
 
 PLACES = (("",), ("trainer",), ("policy/weights", "policy/optimizer"))
@@ -22,21 +21,13 @@ class Dcp:
     stems = (MODEL, OPTIMIZER)
 
     layout = "dcp"
-    """What is written; a name in `dcp_layouts.LAYOUTS`."""
+    """What is written; a name in `dcp_writer.LAYOUTS`."""
 
     def detect(self, source: Path) -> bool:
         """Whether `source` has such files, but not those of Megatron, which uses DCP inside."""
         return bool(folders_in(source)) and not (step_in(source) / "common.pt").exists()
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The content; see `content.Format`.
-
-        Raises:
-            FileNotFoundError: the folder has no `.metadata`.
-            Refused: a pickle names what is not allowed.
-            Damaged: a file is invalid.
-            CheckpointError: keys belong to no known program; the message lists them.
-        """
         from cairn.formats.dcp.dcp_reading import read  # imports torch
 
         folders = folders_in(source)
@@ -45,12 +36,7 @@ class Dcp:
         return read(step_in(source), folders, model)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write what `dcp_layouts` has for this format.
-
-        Raises:
-            CheckpointError: there is no config.json, or something has no counterpart in the program.
-            OSError: a file can't be written.
-        """
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
         from cairn.formats.dcp.dcp_writer import write  # imports torch
 
         kept = KeptValues(content, options.dtype)
@@ -68,14 +54,12 @@ class PrimeRl(Dcp):
     layout = "prime-rl"
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is such a folder, or one of its steps."""
         return (step_in(source) / "trainer" / FILE_NAME).is_file()
 
     def place(self, folder: Path, step: int) -> Path:
         return folder / f"step_{step}" / "trainer"
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """See `Dcp.write`; what the program will do otherwise is said after the verification."""
         verify = super().write(content, folder, options)
         return lambda stage: verify(stage) + _decay(content, "prime-rl")
 
@@ -86,7 +70,6 @@ class Torchtitan(Dcp):
     layout = "torchtitan"
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is such a folder, or one of its steps."""
         step = step_in(source)
         return step.absolute().name.startswith("step-") and (step / FILE_NAME).is_file()
 
@@ -94,7 +77,6 @@ class Torchtitan(Dcp):
         return folder / f"step-{step}"
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """See `Dcp.write`; what the program will do otherwise is said after the verification."""
         verify = super().write(content, folder, options)
         return lambda stage: verify(stage) + _decay(content, "torchtitan") + _experts(content)
 

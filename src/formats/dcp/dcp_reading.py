@@ -17,9 +17,8 @@ from cairn.checkpoint.tensors.stream_writer import pieces_of, value_of
 from cairn.formats.base import Content
 from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.formats.common.tensor_views import TensorSection
-from cairn.formats.dcp.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_programs import PROGRAMS, Program
-from cairn.formats.dcp.dcp_tensors import DcpSource
+from cairn.formats.dcp.dcp_tensors import DcpIndex, DcpSource, DcpTensor, read_metadata
 from cairn.formats.dcp.dcp_titan import cut, fused_parts, head_norm, in_rotary_order
 from cairn.formats.torch_file.torch_stream import Stream, read_value
 from cairn.model.architectures import sizes_of
@@ -151,7 +150,7 @@ class _Reading:
             yield own, TensorSection(whole, expert * math.prod(shape), spec)
 
     def _expert_biases(self) -> Iterator[str]:
-        """What is said of torchtitan's biases of experts; without those that are not zero, a model chooses others."""
+        """What is said of torchtitan's biases of experts, which must be zero."""
         biases = [key for key in self.index.tensors if self.program.is_expert_bias(key)]
         if skewed := [key for key in biases if _has_values(DcpSource.of(key, self.index.tensors[key]))]:
             raise CheckpointError(

@@ -17,8 +17,8 @@ from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.common.adamw import MOMENTS
 from cairn.formats.common.outgoing import Outgoing
 from cairn.formats.common.tensor_views import Joined, RotaryRows, ValueRange
-from cairn.formats.dcp.dcp_metadata import DcpTensor
 from cairn.formats.dcp.dcp_programs import TITAN, TITAN_TYPES, expert_bias
+from cairn.formats.dcp.dcp_tensors import DcpTensor
 from cairn.model.architectures import EXPERTS, Architecture, Role, architecture_of, sizes_of
 from cairn.model.hub_layout import hub_layout
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
-from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor, check_covered
-from cairn.formats.dcp.dcp_tensors import DcpSource
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES
+from cairn.formats.dcp.dcp_tensors import Chunk, DcpSource, DcpTensor, check_covered
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, PickledObject, ignored, record
 from cairn.formats.torch_file.torch_stream import MAX_VALUES, SavedTensor, Size, Stream
 

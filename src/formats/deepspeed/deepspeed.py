@@ -5,31 +5,24 @@ from pathlib import Path
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.deepspeed.deepspeed_files import LATEST, STATES, UNIVERSAL
 
 
 class DeepSpeed:
-    """A folder such as `global_step20`, or one that holds it, such as Trainer's `checkpoint-20`."""
+    """A folder such as `global_step20`, or one that holds it, such as Trainer's `checkpoint-20`.
+
+    What is written is a universal checkpoint, which engines with any stage and number of ranks load.
+    """
 
     stems = (MODEL, OPTIMIZER)
 
     def detect(self, source: Path) -> bool:
-        """Whether there are such files."""
         try:
             return folder_in(source) is not None
         except Damaged:
             return True
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The content; see `content.Format`.
-
-        Raises:
-            FileNotFoundError: a rank's file, or a parameter's, is missing.
-            Refused: a pickle names what is not allowed.
-            Damaged: a file is invalid, or does not fit to the others.
-            CheckpointError: it has tensor, pipeline or expert parallelism, or another optimiser than AdamW.
-        """
         from cairn.formats.deepspeed.deepspeed_state import read_universal  # imports torch
         from cairn.formats.deepspeed.deepspeed_zero import read_zero
 
@@ -41,12 +34,7 @@ class DeepSpeed:
         return read(folder, model or own)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write a universal checkpoint, which engines with any stage and number of ranks load.
-
-        Raises:
-            CheckpointError: there is no state of AdamW, or something in it has no counterpart.
-            OSError: a file can't be written.
-        """
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
         from cairn.formats.deepspeed.deepspeed_writer import write  # imports torch
 
         kept = KeptValues(content, options.dtype)

@@ -11,10 +11,10 @@ from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
-from cairn.formats.common.adamw import settings_of, whole_steps
+from cairn.formats.common.adamw import settings_of
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.deepspeed.deepspeed_files import STATES, UNIVERSAL
-from cairn.formats.torch_file.pickled import held_step
+from cairn.formats.torch_file.pickled import held_step, steps_in
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, record
 from cairn.formats.torch_file.torch_stream import MAX_VALUES, SavedTensor, read_file
 from cairn.run.files import read_json
@@ -264,14 +264,14 @@ def read_universal(folder: Path, model: Path | None) -> Content:
             if moments[f"{name}.{kind}"].spec.shape != weights[name].spec.shape:
                 raise Damaged(f"{own / kind}.pt: has another shape than the weight")
         steps = read_file(own / "step.pt", ALLOWED) if "step" in kinds else given
-        moments[f"{name}.step"] = held_step(name, float(whole_steps(steps, own)))
+        moments[f"{name}.step"] = held_step(name, float(steps_in(steps, own)))
     if lacking := sorted(shapes.keys() - weights.keys()):
         raise FileNotFoundError(2, f"has no {lacking[0]}", str(folder / UNIVERSAL))
     return content_of(state, weights, moments, groups, clip, model)
 
 
 def _model_state(folder: Path) -> Path:
-    """The file of the model's state; with ZeRO 3 there is one of each rank, all with the same content here."""
+    """The file of the model's state; with ZeRO 3 each rank has one, with the same content here."""
     found = [(match, path) for path in sorted(folder.iterdir()) if (match := STATES.fullmatch(path.name))]
     if strange := [path for match, path in found if int(match["mp"])]:
         raise CheckpointError(f"{strange[0]}: is of tensor parallelism; only data parallelism is imported")

@@ -14,7 +14,6 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
-from cairn.formats.common.adamw import whole_steps
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.deepspeed.deepspeed_files import STATES
 from cairn.formats.deepspeed.deepspeed_state import (
@@ -26,7 +25,7 @@ from cairn.formats.deepspeed.deepspeed_state import (
     config_in,
     content_of,
 )
-from cairn.formats.torch_file.pickled import held_step
+from cairn.formats.torch_file.pickled import held_step, steps_in
 from cairn.formats.torch_file.torch_stream import SavedTensor, read_file
 
 MASTERS = "single_partition_of_fp32_groups"
@@ -158,7 +157,7 @@ def _rank(path: Path) -> _Rank:
         for state, own in zip(groups, owners, strict=True):
             check_adamw(path, list(state), own, config_in(whole))
             given = state.get("step", own.get("step", fields.get("base_optimizer_state_step")))
-            steps.append(float(whole_steps(given, path)))
+            steps.append(float(steps_in(given, path)))
         masters = [SavedTensor.of(f"part {n} of the weights", flat) for n, flat in enumerate(masters)]
         moments = {
             kind: [SavedTensor.of(f"part {n} of {kind}", state[kind]) for n, state in enumerate(groups)]

@@ -28,28 +28,18 @@ SUFFIX = ".gguf"
 class Gguf:
     """One file of the architectures in MODEL_TYPES: F32, F16, BF16, and the quantisations that gguf knows.
 
-    Q8_0 is the one that is written.
+    Configuration and tokenizer are those beside the file or in `model`, or are made of the metadata. Of the
+    quantisations, Q8_0 is written; norms and biases are float32, as programs expect.
     """
 
     stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is such a file, or a folder with one and no config.json."""
         if source.is_dir():
             return not (source / "config.json").exists() and len(list(source.glob(f"*{SUFFIX}"))) == 1
         return source.suffix == SUFFIX
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The weights by the hub's names. See `Format.read`.
-
-        Configuration and tokenizer are those beside the file or in `model`, or are made of the metadata.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it is invalid.
-            CheckpointError: it has another architecture or quantisation, tensors that have no counterpart, or
-                says otherwise than config.json.
-        """
         file = read_gguf(_file_in(source))
         config = config_of(file.values, file.tensors.keys())
 
@@ -65,12 +55,6 @@ class Gguf:
         return Content({MODEL: hub_tensors(file, config)}, model=folder, write_companions=write_companions)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write `FILE`. Norms and biases are float32, as programs expect.
-
-        Raises:
-            CheckpointError: model, tokenizer or data type has no counterpart; the message says which.
-            OSError: the file can't be written.
-        """
         from cairn.formats.gguf.gguf_writer import write  # imports torch and gguf
 
         write(content, folder / FILE, options)

@@ -13,8 +13,7 @@ from transformers import AutoConfig
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES, DTYPES
-from cairn.checkpoint.tensors.reader import as_bytes, as_memory
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES, DTYPES, as_bytes, as_memory
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import PIECE_BYTES, pieces_of

@@ -28,7 +28,6 @@ class Accelerate:
     """A folder of one model that was trained on one process, or with DistributedDataParallel."""
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is a folder with accelerate's random states or optimiser, and no config.json."""
         if not source.is_dir() or (source / "config.json").exists():
             return False
         weights = (*source.glob("*.safetensors"), *source.glob("pytorch_model*.bin"))

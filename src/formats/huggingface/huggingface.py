@@ -11,7 +11,6 @@ from cairn.checkpoint.step_folder import MODEL, OF_ADAPTERS
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.model.described import about_model, as_file, companion_files, with_both_forms, with_dtype
 
 # Writes the model card of an exported model: a README.md with the header that the Hugging Face hub reads.
@@ -68,27 +67,19 @@ class HuggingFace:
     stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is a folder with a config.json."""
         return (source / "config.json").exists()
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The weights, by their names in the folder; see `weights_in`."""
         return Content(tensors={MODEL: weights_in(source)}, model=model or source)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write the weights, copies of the files beside them, and a model card.
-
-        config.json names the new data type.
-
-        Raises:
-            CheckpointError: there is no config.json to copy.
-            OSError: a file can't be written.
-        """
         from cairn.checkpoint.tensors.stream_writer import write_sources  # imports torch
 
         copy_companions(content, folder, options.dtype)
         card = model_card(content, options.dtype and _torch_name(options.dtype))
         (folder / FILE_NAME).write_text(card)
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
+
         kept = KeptValues(content, options.dtype)
         write_sources(
             folder,
@@ -134,7 +125,7 @@ def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
             shutil.copyfile(path, folder / name)
     about = with_both_forms(about_model(content.model))
     if dtype is not None:
-        from cairn.checkpoint.tensors.dtypes import DTYPES
+        from cairn.checkpoint.tensors.reader import DTYPES
 
         about = with_dtype(about, DTYPES[dtype])
     if about != about_model(content.model):
@@ -142,6 +133,6 @@ def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
 
 
 def _torch_name(dtype: str) -> str:
-    from cairn.checkpoint.tensors.dtypes import DTYPES
+    from cairn.checkpoint.tensors.reader import DTYPES
 
     return str(DTYPES[dtype]).removeprefix("torch.")

@@ -8,7 +8,6 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import ADAPTER, ADAPTER_CONFIG, MODEL
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.huggingface.huggingface import weights_in
 from cairn.model.adapters import base_folder, is_adapter, merged_weights
 from cairn.model.described import companion_files
@@ -23,7 +22,6 @@ class Peft:
     stems = (ADAPTER,)
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is a folder with an adapter."""
         return is_adapter(source)
 
     def read(self, source: Path, model: Path | None = None) -> Content:
@@ -56,12 +54,6 @@ class Peft:
         )
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write the adapter, its configuration, and copies of the tokenizer's files.
-
-        Raises:
-            CheckpointError: `content` is a whole model.
-            OSError: a file can't be written.
-        """
         from cairn.checkpoint.tensors.stream_writer import write_sources  # imports torch
 
         if ADAPTER not in content.tensors or content.model is None:
@@ -75,6 +67,8 @@ class Peft:
             if name != "config.json":
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, folder / name)
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
+
         kept = KeptValues(replace(content, tensors={ADAPTER: content.tensors[ADAPTER]}), None)
         write_sources(
             folder,
@@ -93,5 +87,4 @@ class _Alone:
         return (source / ADAPTER_CONFIG).is_file()
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The adapter's tensors."""
         return Content(tensors={ADAPTER: find_tensors(source, "adapter_model")}, model=model)

@@ -9,13 +9,16 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import MALFORMED
 from cairn.formats.base import Content, Verification, WriteOptions
-from cairn.formats.common.roundtrip import KeptValues
 from cairn.formats.dcp.dcp_programs import FILE_NAME
 from cairn.formats.megatron.megatron_names import ABOUT, FORMAT, LATEST, RELEASE
 
 
 class Megatron:
-    """A folder of `dist_checkpointing.save`, or one with such folders for iterations."""
+    """A folder of `dist_checkpointing.save`, or one with such folders for iterations.
+
+    AdamW's state is read where it is stored by weight. Weights are written under the names and in the layout
+    that are the same for any parallelism.
+    """
 
     stems = (MODEL,)
 
@@ -25,16 +28,6 @@ class Megatron:
         return folder is not None and (folder / ABOUT).is_file() and (folder / FILE_NAME).is_file()
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """Weights, AdamW's state where it is stored by weight, and the iteration; see `content.Format`.
-
-        Raises:
-            FileNotFoundError: the folder has no metadata.
-            UsageError: there is no config.json.
-            Refused: a pickle names what is not allowed.
-            Damaged: a file is invalid.
-            CheckpointError: the format is another one, the model differs from config.json, or keys have no
-                counterpart; the message lists them.
-        """
         from cairn.formats.megatron.megatron_reading import read  # imports torch
 
         folder = folder_in(source) or source
@@ -42,12 +35,7 @@ class Megatron:
         return read(source, folder, model)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        """Write the weights, under the names and in the layout that the same for any parallelism.
-
-        Raises:
-            CheckpointError: Megatron's GPT model has no counterpart for the architecture or a tensor.
-            OSError: a file can't be written.
-        """
+        from cairn.formats.common.verified_reads import KeptValues  # imports torch
         from cairn.formats.megatron.megatron_writer import write  # imports torch
 
         kept = KeptValues(content, options.dtype)

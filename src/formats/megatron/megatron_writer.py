@@ -20,15 +20,14 @@ from transformers import AutoConfig
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.checkpoint.tensors.layout import TensorSpec
+from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content, WriteOptions, written_dtypes
 from cairn.formats.common.outgoing import Outgoing
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_writer import ReadingPlanner
 from cairn.formats.huggingface.huggingface import copy_companions
-from cairn.formats.megatron.megatron_common import FILE
 from cairn.formats.megatron.megatron_names import (
     ABOUT,
     FORMAT,
@@ -42,6 +41,7 @@ from cairn.formats.megatron.megatron_names import (
     row_values,
     rows_of,
 )
+from cairn.formats.megatron.megatron_reading import FILE
 from cairn.model.architectures import ModelTensor, Role, Sizes, architecture_of, sizes_of
 from cairn.run.files import write_atomic
 

@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import MALFORMED, PLAIN_NAME, TensorSpec
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES
 from cairn.checkpoint.tensors.source import TensorSource
+from cairn.checkpoint.tensors.stream_writer import value_of
+from cairn.formats.common.adamw import whole_steps
 from cairn.formats.torch_file.torch_stream import SavedTensor, read_file
 
 # torch is typed in part.
@@ -47,6 +49,17 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
 def held_step(name: str, steps: float) -> HeldTensor:
     """The number of steps of a weight, as torch's AdamW keeps it."""
     return HeldTensor(torch.tensor(steps, dtype=torch.float32), TensorSpec(f"{name}.step", "F32", ()))
+
+
+def steps_in(value: object, where: object) -> int:
+    """A number of steps, which programs keep as a number or as a tensor of one value.
+
+    Raises:
+        Damaged: it is neither, or no whole number.
+    """
+    if isinstance(value, SavedTensor) and value.shape in ((), (1,)):
+        value = value_of(SavedTensor.of("the optimiser's step", value))
+    return whole_steps(value, where)
 
 
 def source_of(name: str, value: object, path: Path) -> TensorSource:

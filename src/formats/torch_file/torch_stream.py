@@ -24,9 +24,8 @@ import torch
 
 from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import ReadRange, as_memory, read_pieces
+from cairn.checkpoint.tensors.reader import DTYPE_NAMES, ReadRange, as_memory, read_pieces
 from cairn.checkpoint.tensors.source import extent, whole_storage
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, load, ordered_dict
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -12,8 +11,7 @@ from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
-from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.receipts import make_receipt
+from cairn.checkpoint.manifest import CheckpointError, Manifest, new_manifest
 from cairn.checkpoint.step_folder import (
     CRITIC,
     CRITIC_OPTIMIZER,
@@ -23,6 +21,7 @@ from cairn.checkpoint.step_folder import (
     StepFolder,
     TrainerRecord,
 )
+from cairn.checkpoint.store import write_files
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.checkpoint.tensors.verified_copy import check_noted, noted
 from cairn.formats import Content, Stage, no_progress, read_foreign
@@ -41,7 +40,7 @@ from cairn.model.hub_layout import Layout
 from cairn.model.untrusted_config import check_link, check_plain
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
-from cairn.run.files import make_folders, sync, write_json
+from cairn.run.files import make_folders
 
 
 def import_checkpoint(
@@ -109,9 +108,6 @@ def import_checkpoint(
             of_critic.pop(CRITIC_OPTIMIZER, None)
         tensors |= {stem: noted(named) for stem, named in of_critic.items()}
         files[f"{CRITIC.rpartition('/')[0]}/config.json"] = about_critic
-    store = fresh_store(output_dir)
-    make_folders(store.root)
-    session = secrets.token_hex(8)
     about: dict[str, Any] = {
         "run_id": secrets.token_hex(4),
         "attempt": 0,
@@ -127,36 +123,28 @@ def import_checkpoint(
         "versions": {"cairn": importlib.metadata.version("cairn")},
         "config_digest": "",
     }
+
+    def fill(folder: Path) -> Manifest:
+        written: dict[str, FileChecksum] = {}
+        for stem, named in tensors.items():
+            where, _, short = stem.rpartition("/")
+            make_folders(folder / where)
+            progress = stage(f"writing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
+            sums = write_sources(folder / where, named, short, on_bytes=_faulty(progress))
+            written |= {f"{where}/{file}": checksum for file, checksum in sums.items()}
+        fault_point("import.before_compare")
+        if check:
+            for stem, named in tensors.items():
+                progress = stage(f"comparing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
+                check_noted(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
+        return new_manifest(number, written | write_files(folder, files, read_back=check), about)
+
+    store = fresh_store(output_dir)
+    make_folders(store.root)
     with store.alone():
         check_empty(store, output_dir)
-        store.begin(number, [stem.partition("/")[0] for stem in tensors], session)
-        folder = store.folder(number)
-        try:
-            written: dict[str, FileChecksum] = {}
-            for stem, named in tensors.items():
-                where, _, short = stem.rpartition("/")
-                make_folders(folder / where)
-                progress = stage(f"writing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
-                sums = write_sources(folder / where, named, short, on_bytes=_faulty(progress))
-                written |= {f"{where}/{file}": checksum for file, checksum in sums.items()}
-            fault_point("import.before_compare")
-            if check:
-                for stem, named in tensors.items():
-                    progress = stage(
-                        f"comparing {stem}", sum(tensor.spec.nbytes for tensor in named.values())
-                    )
-                    check_noted(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
-            store.write_part(number, "files", files, session, read_back=check)
-            write_json(store.receipt_file(number, "tensors"), make_receipt(session, written), durable=True)
-            for path in sorted(folder.rglob("*")):
-                if path.is_dir():
-                    sync(path)
-            manifest = store.commit(number, {"files": session, "tensors": session}, timeout=60.0, about=about)
-        except BaseException:
-            if not store.exists(number):
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-    return folder, manifest, content
+        folder = store.make(number, fill, read_back=check)
+    return folder, store.manifest(number), content
 
 
 def _faulty(progress: Callable[[int], None]) -> Callable[[int], None]:

@@ -20,8 +20,8 @@ from typing import Any, Self
 import torch
 from vllm.config import ModelConfig
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.inference.plugin.policy_source import NotFinite, Offer, Offers, Tensors
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter

@@ -21,7 +21,7 @@ from cairn.config.kinds import RunConfig
 from cairn.launch.jobs.upload import small_files
 from cairn.launch.start import newest_attempt, verified_before_loading
 from cairn.remote import Objects, RemoteError, RemoteStore
-from cairn.remote.client.probing import probe
+from cairn.remote.client.objects import probe
 from cairn.remote.header_download import bring_beginnings
 from cairn.remote.run_files import Copies, RunFiles
 from cairn.remote.uploads import note_origin

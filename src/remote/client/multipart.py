@@ -15,8 +15,14 @@ from xml.sax.saxutils import escape
 from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.manifest import FileEntry
 from cairn.remote.client.s3 import CRC_HEADER, S3, LocalError, crc_number, crc_text
-from cairn.remote.client.upload_body import Chunk, ObjectRange, UploadBody, chunks_of
-from cairn.remote.client.upload_journal import SentParts, UnfinishedUpload
+from cairn.remote.client.upload_body import (
+    Chunk,
+    ObjectRange,
+    SentParts,
+    UnfinishedUpload,
+    UploadBody,
+    chunks_of,
+)
 from cairn.run.faults import fault_point
 from cairn.run.object_store import Refused, RemoteError, tag
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.model.described import changed, sums_of, weight_files

@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.model import LoraConfig
 from cairn.trainer.attention.choice import Device, caps_attention, choose
 from cairn.trainer.models.lora import adapt

@@ -22,8 +22,8 @@ from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.placement import Place, Stored, at_places
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerBase
 from cairn.formats import FORMATS
 from cairn.model.described import FILE_NAME, about_model, carried_over, companion_files

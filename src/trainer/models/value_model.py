@@ -19,8 +19,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, StepFolder
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.placement import Stored, at_places
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerBase, TrainerConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.saving.host_staging import Outlet, copies_from
 from cairn.checkpoint.step_folder import OF_ADAPTERS
+from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.sharded_files import OutgoingTensors, Stored
 from cairn.policy.checksums import RunningSums
 from cairn.policy.network import address_towards

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
