@@ -16,6 +16,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.common.outgoing import weights_of
+from cairn.formats.common.verified_reads import KeptValues
 from cairn.run.files import naming
 from cairn.run.output import Stage
 
@@ -130,7 +131,7 @@ def _model(content: Content, options: WriteOptions) -> PreTrainedModel:
     Raises:
         CheckpointError: there is no config.json, or the weights do not fit it.
     """
-    weights, _ = weights_of(content, options.dtype)
+    weights, _ = weights_of(KeptValues(content, options.dtype).content)
     dtypes = {weight.dtype for weight in weights.values() if weight.dtype.is_floating_point}
     dtype = DTYPES[options.dtype] if options.dtype else max(dtypes, key=lambda each: each.itemsize)
     config: Any = AutoConfig.from_pretrained(_folder(content))
@@ -141,7 +142,7 @@ def _model(content: Content, options: WriteOptions) -> PreTrainedModel:
     with torch.no_grad():
         for name, weight in weights.items():
             state[name].copy_(weight.read())
-            options.on_bytes(weight.nbytes)
+            options.on_bytes(weight.source.spec.nbytes)
     return model.requires_grad_(False)
 
 

@@ -64,5 +64,5 @@ class PlainFile:
         from cairn.formats.common.verified_reads import KeptValues  # imports torch
 
         kept = KeptValues(content, options.dtype)
-        torch_writer.save(folder / FILE, state_dict_of(kept.content, options.dtype), options.on_bytes)
+        torch_writer.save(folder / FILE, state_dict_of(kept.content), options.on_bytes)
         return kept.read_back(self, folder)

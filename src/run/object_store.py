@@ -263,6 +263,8 @@ def open_store(url: str, retry_seconds: float, request_seconds: float) -> "Objec
     except BaseError as error:
         whose = "; AZURE_STORAGE_ACCOUNT_NAME must be set" if parts.scheme == "az" else ""
         raise UsageError(f"{url}: {said(error)}{whose}") from None
+    except OSError as error:  # of a file URL
+        raise UsageError(f"{url}: the folder can't be made: {error}") from None
 
 
 def _plain_http() -> bool:

@@ -92,7 +92,8 @@ def tier_at(given: Place) -> tuple[Tier, int | None]:
         UsageError: there are no checkpoints, or the URL can't be used.
     """
     if isinstance(given, str):
-        return split(given)
+        remote, step = split(given)
+        return (remote if step is not None else _with_steps(remote)), step
     return (OneStep(given) if (given / FILE_NAME).exists() else store_in(given)), None
 
 
@@ -107,7 +108,14 @@ def run_at(given: Place) -> Tier:
     remote, step = split(given)
     if step is not None:
         raise UsageError(f"{given}: is a single step; give the URL of the run, {remote}")
-    return remote
+    return _with_steps(remote)
+
+
+def _with_steps(remote: RemoteStore) -> RemoteStore:
+    """A remote store that has steps, or what is left of some, as `store_in` demands of a folder."""
+    if remote.steps() or remote.steps_aside() or next(remote.leftovers(), None):
+        return remote
+    raise UsageError(f"{remote}: there are no checkpoints here")
 
 
 def step_at(given: Place) -> tuple[Tier, int]:

@@ -134,6 +134,17 @@ def test_copies_that_make_no_sense(ckpt, url: str, model: Path, tmp_path: Path):
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize("command", ["verify", "list", "prune"])
+def test_a_place_without_checkpoints_is_no_place_to_look_at(ckpt, url: str, tmp_path: Path, command: str):
+    """A URL and a folder are refused alike, also beside what is no step."""
+    options = ("--keep-last", "1") if command == "prune" else ()
+    remote(url).objects.put("run/metrics.jsonl", b"{}")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    for place in (url, tmp_path):
+        finished = ckpt(command, place, *options)
+        assert (finished.code, f"{place}: there are no checkpoints here" in finished.output) == (2, True)
+
+
 def test_a_copy_claims_the_prefix_before_a_step_is_there(
     ckpt, url: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -475,6 +475,7 @@ def test_a_step_that_is_not_there(remote: RemoteStore):
     [
         ("s3:///prefix", "names no bucket"),
         ("file://relative/path", "needs three slashes"),
+        ("file:///proc/nowhere", "the folder can't be made: No such file"),
         ("ftp://host/path", "is no URL of an object store"),
     ],
 )

@@ -7,13 +7,11 @@ becomes sections of one source, and several become one that reads them in turn.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.checkpoint.tensors.source import TensorSource, listed
+from cairn.checkpoint.tensors.stream_writer import value_of
 from cairn.formats.common.tensor_views import Joined, TensorSection
 from cairn.model.hub_layout import Layout
 
@@ -74,20 +72,6 @@ def state_of(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> 
             named = _wholes(by_weight, _places(by_weight, layout, where), layout, where, what)
         state |= {f"{name}.{kind}": source for name, source in named.items()}
     return state
-
-
-def state_in_parts(state: Mapping[str, TensorSource], layout: Layout) -> dict[str, TensorSource]:
-    """The optimiser's state by the hub's names, from that of a step of Cairn, which has transformers'."""
-    parts: dict[str, TensorSource] = {}
-    for kind, by_weight in _kinds(state).items():
-        for name, place in layout.places.items():
-            if place.name not in by_weight:
-                continue
-            source, own = by_weight[place.name], f"{name}.{kind}"
-            shape = source.spec.shape if kind == "step" else place.shape
-            first = 0 if kind == "step" else place.first
-            parts[own] = TensorSection(source, first, TensorSpec(own, source.spec.dtype, shape))
-    return parts
 
 
 def refuse(names: Sequence[str], where: Path, what: str) -> None:
@@ -151,22 +135,12 @@ def _steps(
     for name, place in places.items():
         if place.name not in steps:
             steps[place.name] = found[name]
-        elif not _same(steps[place.name], found[name]):
+        elif value_of(steps[place.name]) != value_of(found[name]):
             apart.append(name)
     refuse(apart, where, "the optimiser is at different steps for parts of what transformers trains as one")
     trained = layout.shapes.keys() - layout.buffers
     refuse(sorted(trained - steps.keys()), where, "the optimiser's step is missing for these weights")
     return steps
-
-
-def _same(a: TensorSource, b: TensorSource) -> bool:
-    """Whether two steps are equal."""
-    values: list[float] = []
-    for source in (a, b):
-        value = torch.empty(1, dtype=DTYPES[source.spec.dtype])
-        source.fill(0, value)
-        values.append(float(value.item()))
-    return values[0] == values[1]
 
 
 def _places(found: Mapping[str, TensorSource], layout: Layout, where: Path) -> dict[str, Place]:

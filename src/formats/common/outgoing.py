@@ -3,42 +3,35 @@
 # torch and transformers are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
-from cairn.checkpoint.tensors.sharded_files import dtype_of
+from cairn.checkpoint.tensors.sharded_files import dtype_of, read_tensor
 from cairn.checkpoint.tensors.source import TensorSource
-from cairn.checkpoint.tensors.stream_writer import pieces_of
-from cairn.formats.base import Content, written_dtypes
+from cairn.formats.base import Content
 from cairn.formats.common.match_layout import in_memory
 from cairn.model.hub_layout import hub_layout
 
 
 @dataclass(frozen=True, eq=False)
 class Outgoing:
-    """A tensor that is read when it is written. dtype: as which it is written."""
+    """A tensor that is read when it is written; the same object in several places is written once."""
 
     source: TensorSource
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, source: TensorSource) -> "Outgoing":
-        """A tensor that is written as it is."""
-        return cls(source, dtype_of(source))
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type, in which it is written."""
+        return dtype_of(self.source)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape."""
         return self.source.spec.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values as they are written."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def blank(self) -> torch.Tensor:
@@ -51,28 +44,21 @@ class Outgoing:
         Raises:
             Damaged: the source is invalid.
         """
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        flat, first = whole.view(-1), 0
-        for piece in pieces_of(self.source):
-            flat[first : first + len(piece)] = piece
-            first += len(piece)
-        return whole
+        return read_tensor(self.source)
 
 
-def state_dict_of(content: Content, dtype: str | None) -> dict[str, Outgoing]:
+def state_dict_of(content: Content) -> dict[str, Outgoing]:
     """A step's weights as `model.state_dict()` has them; those that are tied are the same object.
 
-    The arguments and errors are those of `weights_of`.
+    Raises:
+        CheckpointError: there is no config.json, or the weights do not fit it.
     """
-    weights, tied = weights_of(content, dtype)
+    weights, tied = weights_of(content)
     return weights | {name: weights[of] for name, of in tied.items()}
 
 
-def weights_of(content: Content, dtype: str | None) -> tuple[dict[str, Outgoing], dict[str, str]]:
+def weights_of(content: Content) -> tuple[dict[str, Outgoing], dict[str, str]]:
     """A step's weights by transformers' names, and the names that are tied to others, with these.
-
-    Args:
-        dtype: safetensors' name of the data type that is asked for; None converts nothing.
 
     Raises:
         CheckpointError: there is no config.json, or the weights do not fit it.
@@ -82,6 +68,4 @@ def weights_of(content: Content, dtype: str | None) -> tuple[dict[str, Outgoing]
     config: PreTrainedConfig = AutoConfig.from_pretrained(content.model)
     layout = hub_layout(config)
     weights = in_memory(content.tensors[MODEL], layout, content.model)
-    dtypes = written_dtypes(replace(content, tensors={MODEL: weights}), dtype)
-    found = {name: Outgoing(source, dtypes.get(name, dtype_of(source))) for name, source in weights.items()}
-    return found, layout.tied_in_memory
+    return {name: Outgoing(source) for name, source in weights.items()}, layout.tied_in_memory

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
+import torch
 from transformers import AutoConfig
 
 from cairn.checkpoint.checksums import FileChecksum
@@ -13,16 +14,13 @@ from cairn.checkpoint.manifest import Damaged, check_content, check_files, holds
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tensors.layout import StoredTensor, TensorSpec
-from cairn.checkpoint.tensors.reader import ReadRange, read_pieces
+from cairn.checkpoint.tensors.reader import DTYPES, ReadRange, read_pieces
 from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.verified_copy import check_noted, noted
-from cairn.formats.base import Content, Format, Stage, Verification, written_dtypes
+from cairn.formats.base import Content, Format, Stage, Verification
 from cairn.formats.common.match_layout import state_of, weights_of
 from cairn.model.hub_layout import hub_layout
-
-if TYPE_CHECKING:
-    import torch
 
 
 class CheckedStep:
@@ -102,7 +100,7 @@ class _Watched:
     tensor: StoredTensor
     spec: TensorSpec
 
-    def fill(self, first: int, into: "torch.Tensor") -> None:
+    def fill(self, first: int, into: torch.Tensor) -> None:
         dtype = dtype_of(self.tensor)
         piece = ReadRange(self.tensor.path, self.tensor.offset + first * dtype.itemsize, dtype, into)
         self.step.count(read_pieces([piece]))
@@ -116,7 +114,7 @@ class KeptValues:
 
     def __init__(self, content: Content, dtype: str | None):
         """Take the weights over as `dtype`, which is safetensors' name; None leaves each as it is."""
-        dtypes = written_dtypes(content, dtype)
+        dtypes = _written_dtypes(content, dtype)
         self._noted = {stem: noted(named, dtypes) for stem, named in content.tensors.items()}
         self.content = replace(content, tensors=self._noted)
 
@@ -152,3 +150,21 @@ class KeptValues:
             return named
         layout = hub_layout(AutoConfig.from_pretrained(model))  # pyright: ignore # typed in part
         return (weights_of if stem == MODEL else state_of)(named, layout, folder)
+
+
+def _written_dtypes(content: Content, dtype: str | None) -> dict[str, torch.dtype]:
+    """The data types of the weights that are converted, by name: buffers and whole numbers stay as they are.
+
+    Args:
+        content: that of a step, whose weights have the hub's names.
+        dtype: safetensors' name of the data type that is asked for; None converts nothing.
+    """
+    if dtype is None or content.model is None:
+        return {}
+    weights = content.tensors[MODEL]
+    layout = hub_layout(AutoConfig.from_pretrained(content.model))  # pyright: ignore # typed in part
+    return {
+        name: DTYPES[dtype]
+        for name, place in layout.find(weights.keys()).items()
+        if name in weights and dtype_of(weights[name]).is_floating_point and place.name not in layout.buffers
+    }

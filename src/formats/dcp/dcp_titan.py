@@ -43,7 +43,7 @@ class TitanPart:
         shape = self.places[0].shape
         runs = tuple(ValueRange(tensor.source, place.first, math.prod(shape)) for place in self.places)
         spec = TensorSpec(self.name, tensor.source.spec.dtype, (len(runs), *shape))
-        return Outgoing(Joined(runs, spec), tensor.dtype)
+        return Outgoing(Joined(runs, spec))
 
 
 def titan_parts(names: Collection[str], config: "PreTrainedConfig") -> dict[str, list[TitanPart]]:

@@ -122,7 +122,7 @@ def _reordered(tensors: Mapping[str, Outgoing], config: PreTrainedConfig) -> dic
     """The same tensors, with the rows of queries and keys as torchtitan has them."""
     sources = {name: tensor.source for name, tensor in tensors.items()}
     ordered = in_rotary_order(sources, config, to_hub=False)
-    return {name: Outgoing(ordered[name], tensor.dtype) for name, tensor in tensors.items()}
+    return {name: Outgoing(source) for name, source in ordered.items()}
 
 
 def _group(state: State, program: str) -> Tree:
@@ -192,8 +192,8 @@ def write(content: Content, folder: Path, layout: str, options: WriteOptions) ->
     moments: dict[str, dict[str, Outgoing]] = {}
     for name, source in content.tensors.get(OPTIMIZER, {}).items():
         owner, _, kind = name.rpartition(".")
-        moments.setdefault(owner, {})[kind] = Outgoing.of(source)
-    tree = LAYOUTS[layout](State(state_dict_of(content, options.dtype), moments, content))
+        moments.setdefault(owner, {})[kind] = Outgoing(source)
+    tree = LAYOUTS[layout](State(state_dict_of(content), moments, content))
     tensors: dict[str, Outgoing] = {}
     _save(folder, tensors, _blank(tree, "", tensors), options.on_bytes)
 

@@ -46,7 +46,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
         raise CheckpointError(
             "the step holds weights only: export it with --format hf, which programs begin from"
         )
-    weights, tied = weights_of(content, options.dtype)
+    weights, tied = weights_of(content)
     _check(weights, state, content.model)
     copy_companions(content, folder, None)
     tag = f"global_step{content.step}"
@@ -56,7 +56,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     for name, weight in weights.items():
         own = inner / UNIVERSAL / name
         own.mkdir()
-        moments = {kind: Outgoing.of(state[f"{name}.{kind}"]) for kind in MOMENTS}
+        moments = {kind: Outgoing(state[f"{name}.{kind}"]) for kind in MOMENTS}
         for kind, tensor in {MASTER: weight, **moments}.items():
             save(own / f"{kind}.pt", {"param": tensor}, options.on_bytes)
         torch.save(step, own / "step.pt")

@@ -117,10 +117,6 @@ def _step(state: Mapping[str, TensorSource]) -> int | None:
     source = next((one for name, one in state.items() if name.endswith(".step")), None)
     if source is None:
         return None
-    import torch
+    from cairn.checkpoint.tensors.stream_writer import value_of  # imports torch
 
-    from cairn.checkpoint.tensors.sharded_files import dtype_of
-
-    value = torch.empty(1, dtype=dtype_of(source))
-    source.fill(0, value)
-    return int(value.item())
+    return int(value_of(source))

@@ -49,7 +49,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     refuse(lacking, content.model.parent, "the optimiser's state lacks these, which Trainer needs")
     groups, rate = _groups(content, decaying, others)
     copy_companions(content, folder, options.dtype)
-    weights, _ = weights_of(content, options.dtype)
+    weights, _ = weights_of(content)
     write_sources(
         folder,
         {name: tensor.source for name, tensor in weights.items()},
@@ -97,7 +97,7 @@ def write_progress(content: Content, folder: Path, groups: int, rate: float) -> 
 
 def _of_one(name: str, state: Mapping[str, TensorSource]) -> dict[str, Outgoing]:
     """AdamW's state of one weight."""
-    return {kind: Outgoing.of(state[f"{name}.{kind}"]) for kind in ("step", "exp_avg", "exp_avg_sq")}
+    return {kind: Outgoing(state[f"{name}.{kind}"]) for kind in ("step", "exp_avg", "exp_avg_sq")}
 
 
 def _groups(

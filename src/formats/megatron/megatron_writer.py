@@ -21,9 +21,8 @@ from transformers import AutoConfig
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import TensorSpec
-from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.formats.base import Content, WriteOptions, written_dtypes
+from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.outgoing import Outgoing
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_writer import ReadingPlanner
@@ -73,9 +72,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     architecture, sizes = architecture_of(config, MODEL_TYPES), sizes_of(config)
     weights = content.tensors[MODEL]
     parts = {part: weights[name] for name, part in architecture.parts(weights, content.model).items()}
-    dtypes = written_dtypes(content, options.dtype)
-    types = {part: dtypes.get(source.spec.name, DTYPES[source.spec.dtype]) for part, source in parts.items()}
-    pieces = list(_pieces(parts, types, sizes))
+    pieces = list(_pieces(parts, sizes))
     if unused := parts.keys() - {part for piece in pieces for part in piece.parts}:
         names = listed(parts[part].spec.name for part in unused)
         raise CheckpointError(f"these tensors have no counterpart in Megatron's model: {names}")
@@ -112,9 +109,7 @@ class _Piece:
     parts: tuple[ModelTensor, ...]
 
 
-def _pieces(
-    parts: Mapping[ModelTensor, TensorSource], types: Mapping[ModelTensor, torch.dtype], sizes: Sizes
-) -> Iterator[_Piece]:
+def _pieces(parts: Mapping[ModelTensor, TensorSource], sizes: Sizes) -> Iterator[_Piece]:
     """All pieces of a model, in the order in which they are written."""
     kinds = {(part.role, part.kind) for part in parts}
     for module, roles in {**OUTSIDE, **IN_LAYERS}.items():
@@ -131,10 +126,10 @@ def _pieces(
                     raise CheckpointError(
                         f"{listed(lacking)}{where} is missing; Megatron has one tensor for all layers"
                     )
-                if len({types[part] for part in mine}) > 1:
+                if len({parts[part].spec.dtype for part in mine}) > 1:
                     of = listed(parts[part].spec.name for part in mine)
                     raise CheckpointError(f"{of} have several data types, and are one tensor for Megatron")
-                tensor = Outgoing(_joined([parts[part] for part in mine], roles, sizes), types[mine[0]])
+                tensor = Outgoing(_joined([parts[part] for part in mine], roles, sizes))
                 yield from (_Piece(key_of(name, kind), index, stack, tensor, mine) for name in names)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore # the name that every such file has
 
-from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.checkpoint.tensors.stream_writer import pieces_of
@@ -41,7 +40,6 @@ def save(path: Path, value: Any, on_bytes: Callable[[int], None] = lambda count:
         on_bytes: called with the number of bytes of tensors written since the last call.
 
     Raises:
-        CheckpointError: torch has no storage of a tensor's data type.
         Damaged: a source is invalid.
         OSError: the file can't be written.
     """
@@ -54,13 +52,13 @@ def save(path: Path, value: Any, on_bytes: Callable[[int], None] = lambda count:
                 entry.write(data)
         for number, tensor in enumerate(pickler.found):
             info = _entry(f"data/{number}")
-            large = tensor.nbytes > ZIP64_BYTES
+            large = tensor.source.spec.nbytes > ZIP64_BYTES
             begin = out.tell() + LOCAL_HEADER_BYTES + len(info.filename) + (20 if large else 0)
             padding = -(begin + 4) % ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
             with archive.open(info, "w", force_zip64=large) as entry:
                 for piece in pieces_of(tensor.source):
-                    data = as_memory(piece.to(tensor.dtype))
+                    data = as_memory(piece)
                     entry.write(data)
                     on_bytes(len(data))
         with archive.open(_entry("version"), "w") as entry:
@@ -93,8 +91,6 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, Outgoing):
             return NotImplemented
         spec: TensorSpec = obj.source.spec
-        if obj.dtype not in _STORAGE_NAMES:
-            raise CheckpointError(f"{spec.name}: torch.save has no plain storage of data type {obj.dtype}")
         kind = getattr(torch, _STORAGE_NAMES[obj.dtype])
         storage = _Storage(str(len(self.found)), kind, torch.Size(spec.shape).numel())
         self.found.append(obj)

@@ -25,6 +25,7 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.formats.base import Content, Stage, WriteOptions
 from cairn.formats.common.outgoing import weights_of
+from cairn.formats.common.verified_reads import KeptValues
 from cairn.model.adapters import base_folder
 from cairn.model.described import about_model
 
@@ -152,12 +153,12 @@ def _of_step(content: Content, folder: Path, options: WriteOptions) -> Any:
     Raises:
         CheckpointError: the weights do not fit config.json.
     """
-    weights, _ = weights_of(content, options.dtype)
+    weights, _ = weights_of(KeptValues(content, options.dtype).content)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **HOW)
     state = model.state_dict()
     with torch.no_grad():
         for key, weight in weights.items():
-            state[key].copy_(weight.read().to(weight.dtype))
+            state[key].copy_(weight.read())
     return model
 
 
