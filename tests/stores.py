@@ -29,7 +29,7 @@ from runs import free_port
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.manifest import FileEntry, Manifest
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.run.waiting import wait_for
 
 

@@ -14,8 +14,8 @@ from cairn.checkpoint.step_folder import (
     TRAINER_STATE,
     StepFolder,
     is_reward_model,
+    verify,
 )
-from cairn.checkpoint.step_index import verify
 from cairn.formats import FORMATS, TensorSource
 from cairn.model.adapters import base_folder, is_adapter
 from cairn.run.data_sets import Records, every, load_records

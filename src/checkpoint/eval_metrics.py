@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.step_folder import StepFolder, StepFolders
 from cairn.run.changes import measured_anew
 from cairn.run.files import DamagedFile, read_json, write_json
 from cairn.run.messages import PolicyName

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from cairn.checkpoint.manifest import Manifest, Origin, holds_tensors
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore, copy_file
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

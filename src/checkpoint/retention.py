@@ -8,7 +8,7 @@ from typing import Any
 
 from cairn.checkpoint.eval_metrics import Ratings
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import newest_good, step_of
+from cairn.checkpoint.step_folder import newest_good, step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import Removable, SavedStep, Tier, read_steps
 from cairn.config.ckpt import CkptConfig

@@ -26,7 +26,7 @@ from cairn.checkpoint.manifest import (
     load_manifest,
     new_manifest,
 )
-from cairn.checkpoint.step_index import StepFolders, step_of, verify
+from cairn.checkpoint.step_folder import StepFolders, step_of, verify
 from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps, row_of
 from cairn.run.errors import UsageError

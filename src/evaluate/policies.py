@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import StepFolder, TrainerRecord, verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.model.adapters import is_adapter
 from cairn.remote import RemoteStore
@@ -96,7 +95,7 @@ class Policy:
 def _merged(adapter: Path, near: Path) -> Generator[Path]:
     """The whole model of an adapter, in the folder `near` as long as the context lasts."""
     with importing():
-        from cairn.formats.transfer.convert import convert
+        from cairn.formats.transfer.import_step import convert
 
     folder = near / "merged"
     shutil.rmtree(folder, ignore_errors=True)

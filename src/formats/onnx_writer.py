@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.reader import DTYPES
 from cairn.formats.base import Content, WriteOptions, needed
-from cairn.formats.common.outgoing import weights_of
+from cairn.formats.common.match_layout import outgoing_weights
 from cairn.formats.common.verified_reads import KeptValues
 from cairn.run.files import naming
 from cairn.run.output import Stage
@@ -131,7 +131,7 @@ def _model(content: Content, options: WriteOptions) -> PreTrainedModel:
     Raises:
         CheckpointError: there is no config.json, or the weights do not fit it.
     """
-    weights, _ = weights_of(KeptValues(content, options.dtype).content)
+    weights, _ = outgoing_weights(KeptValues(content, options.dtype).content)
     dtypes = {weight.dtype for weight in weights.values() if weight.dtype.is_floating_point}
     dtype = DTYPES[options.dtype] if options.dtype else max(dtypes, key=lambda each: each.itemsize)
     config: Any = AutoConfig.from_pretrained(_folder(content))

@@ -57,7 +57,7 @@ class PlainFile:
         return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
-        from cairn.formats.common.outgoing import state_dict_of
+        from cairn.formats.common.match_layout import state_dict_of
         from cairn.formats.torch_file import torch_writer  # imports torch
 
         copy_companions(content, folder, options.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.start import Start, StartDamaged, newest_attempt

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
-from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import newest_good, step_of
+from cairn.checkpoint.step_folder import StepFolder, newest_good, step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig

@@ -25,12 +25,12 @@ from cairn.checkpoint.manifest import (
 from cairn.checkpoint.store import PINS
 from cairn.checkpoint.tensors.compression import check_tables
 from cairn.checkpoint.tiers import Receiver, Removable, SavedStep, read_steps
-from cairn.remote import catalog, chunks
+from cairn.remote import chunks
 from cairn.remote.client.objects import Listed, Objects
 from cairn.remote.client.upload_body import OnBytes, Sent, UploadBody
 from cairn.remote.dedup import known_there
 from cairn.remote.prefix_lease import CLAIM, Claims
-from cairn.remote.run_files import newest
+from cairn.remote.run_files import LISTED_METRICS, newest, summaries_of, update_catalog
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, parse_json, sync
@@ -140,18 +140,18 @@ class RemoteStore(Claims):
         return manifest, etag
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What lists of steps show of each step, oldest first; see `catalog.summary`.
+        """What lists of steps show of each step, oldest first; see `run_files.summary`.
 
         One object has it for all steps; a manifest is read only for a step that the object does not describe.
         """
-        return catalog.summaries(self.objects, self._manifests(), self._read)
+        return summaries_of(self.objects, self._manifests(), self._read)
 
     def rows(
         self, metric: str | None = None, kept_by: Mapping[int, list[str]] | None = None
     ) -> list[dict[str, Any]]:
         """What `ckpt list` shows of the steps; another metric than the catalog's takes a request for each."""
         summaries: list[dict[str, Any]] = self.summaries()
-        if metric is not None and metric not in catalog.LISTED_METRICS:
+        if metric is not None and metric not in LISTED_METRICS:
             found = {one.step: one.metrics for one in self.measured(metric)}
             for row in summaries:
                 row["metrics"] = found.get(row["step"], row["metrics"])
@@ -168,7 +168,7 @@ class RemoteStore(Claims):
     def measured(self, metric: str | None) -> list[SavedStep]:
         if metric is None:
             return [SavedStep(step, {}) for step in self.steps()]
-        if metric in catalog.LISTED_METRICS:
+        if metric in LISTED_METRICS:
             return [SavedStep(row["step"], row["metrics"]) for row in self.summaries()]
         return read_steps(self, self.ratings())
 
@@ -328,7 +328,7 @@ class RemoteStore(Claims):
             if not self._is_there(manifest):  # it raises, as a rule: the step is another attempt's
                 raise RemoteError(f"{self}/{_committed(step)}: was there and is not any more") from None
         fault_point("remote.done")
-        catalog.update(self.objects, self._manifests(), self._read)
+        update_catalog(self.objects, self._manifests(), self._read)
 
     def _check_sent(self, manifest: Manifest, sent: Sent) -> dict[str, Listed]:
         """Check that the objects of a step are those that were sent; one with another ETag is read.

@@ -20,7 +20,7 @@ from runs import (
     whole_rows,
 )
 
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 
 pytestmark = pytest.mark.timeout(900)
 

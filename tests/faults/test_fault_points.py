@@ -12,7 +12,7 @@ import pytest
 import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
 
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.tensors.compression import packed_files
 from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as as_bytes
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.formats import EXPORTERS
 from cairn.formats.transfer.export_step import UNFINISHED

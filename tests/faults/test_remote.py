@@ -33,7 +33,7 @@ from runs import (
 )
 from stores import BadNetwork, reachable, s3_server
 
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.remote import Objects, RemoteStore
 from cairn.run.waiting import wait_for
 

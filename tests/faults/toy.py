@@ -20,7 +20,7 @@ from runs import ensure_forkserver, forkable
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed, Tensors
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.ckpt import CkptConfig

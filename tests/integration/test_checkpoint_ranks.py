@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.placement import Place, Section, Stored, at_places, local_values
 from cairn.checkpoint.tensors.sharded_files import load_step

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cairn.checkpoint.saving.saver import Saver, SavingRank
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save
 from stores import BadNetwork, make_step, s3_server
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import StepFolder, verify
 from cairn.checkpoint.tensors.remote_ranges import away_in_step
 from cairn.checkpoint.tensors.sharded_files import load_step, read_tensors
 from cairn.remote import Objects, RemoteStore

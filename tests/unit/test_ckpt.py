@@ -14,7 +14,7 @@ import pytest
 from runs import ABOUT, Finished
 from safetensors.numpy import save
 
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch import main
 from cairn.run import faults

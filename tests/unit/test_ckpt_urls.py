@@ -18,12 +18,12 @@ from stores import BadNetwork, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
-from cairn.remote.catalog import summary
+from cairn.remote.run_files import summary
 from cairn.remote.uploads import RunUploads
 from cairn.run.output import no_progress
 

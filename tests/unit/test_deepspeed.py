@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from test_formats import Command, begun, ckpt, commit, update
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, StepFolder, verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.optimizer import AdamWConfig

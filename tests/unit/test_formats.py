@@ -15,8 +15,7 @@ from runs import ABOUT, Finished
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord, verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.optimizer import AdamWConfig

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.verified_copy import noted
-from cairn.formats.common.outgoing import Outgoing
+from cairn.formats.common.match_layout import Outgoing
 from cairn.formats.torch_file import torch_writer
 from cairn.formats.torch_file.pickled import held
 from cairn.formats.torch_file.torch_stream import Stream, locate

@@ -17,8 +17,7 @@ from test_formats import begun, ckpt, commit, loss_of
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
-from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import StepFolder, verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig

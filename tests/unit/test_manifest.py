@@ -21,7 +21,7 @@ from cairn.checkpoint.manifest import (
     load_manifest,
     parse,
 )
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 
 

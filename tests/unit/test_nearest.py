@@ -15,7 +15,7 @@ from safetensors.torch import save
 from stores import make_step
 
 from cairn.checkpoint.manifest import Manifest, load_manifest
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.checkpoint.tensors.remote_ranges import away_in_step
 from cairn.config.ckpt import CkptConfig

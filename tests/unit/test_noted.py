@@ -22,9 +22,8 @@ from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.checkpoint.tensors.verified_copy import check_noted, noted
 from cairn.formats import WriteOptions
-from cairn.formats.transfer.convert import convert
 from cairn.formats.transfer.export_step import UNFINISHED, export
-from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.formats.transfer.import_step import convert, import_checkpoint
 from cairn.run.output import Stage
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -20,8 +20,7 @@ from cairn.checkpoint.fork import fork
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, load_manifest
 from cairn.checkpoint.saving.arena import LEAST_BYTES, SaveFailed
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step_folder import OPTIMIZER, StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import OPTIMIZER, StepFolder, verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.compression import BLOCK_BYTES, Block, pack, pack_blocks, packed_files
 from cairn.checkpoint.tensors.sharded_files import load_step, read_tensor

@@ -21,7 +21,7 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.retention import prune
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.step_jobs import Hold
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.ckpt import CkptConfig

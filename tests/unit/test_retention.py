@@ -16,7 +16,7 @@ from runs import ABOUT
 from cairn.checkpoint.eval_metrics import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.retention import apply_retention, reasons_to_keep
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import SavedStep, read_steps
 from cairn.config.ckpt import CkptConfig

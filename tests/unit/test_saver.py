@@ -26,7 +26,7 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.saving.arena import LEAST_BYTES, SaveFailed, WriterDied
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.saving.writer import ArenaWriter
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import Extent
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
@@ -622,7 +622,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 root = Path(sys.argv[1])
 (root / "probe").touch()

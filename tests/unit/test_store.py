@@ -18,7 +18,7 @@ from runs import flip
 from cairn.checkpoint import checksums, manifest
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import reader
 from cairn.checkpoint.tensors.reader import BLOCK_BYTES

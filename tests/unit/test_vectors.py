@@ -8,8 +8,7 @@ import torch
 from runs import REPOSITORY
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_folder import StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import StepFolder, verify
 from cairn.checkpoint.tensors.sharded_files import load_step
 
 VECTORS = REPOSITORY / "tests" / "vectors"

@@ -21,8 +21,7 @@ from transformers import AutoModelForTokenClassification
 from verl_program import COUNTED, rewards, train_all
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step_folder import CRITIC, MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import CRITIC, MODEL, OPTIMIZER, StepFolder, verify
 from cairn.config.trainer import TrainerConfig
 from cairn.formats import format_of
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle

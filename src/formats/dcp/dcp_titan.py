@@ -15,7 +15,7 @@ from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.common.adamw import MOMENTS
-from cairn.formats.common.outgoing import Outgoing
+from cairn.formats.common.match_layout import Outgoing
 from cairn.formats.common.tensor_views import Joined, RotaryRows, ValueRange
 from cairn.formats.dcp.dcp_programs import TITAN, TITAN_TYPES, expert_bias
 from cairn.formats.dcp.dcp_tensors import DcpTensor

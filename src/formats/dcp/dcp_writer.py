@@ -23,7 +23,7 @@ from cairn.checkpoint.step_folder import OPTIMIZER
 from cairn.checkpoint.tensors.source import listed
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.adamw import rate_of
-from cairn.formats.common.outgoing import Outgoing, state_dict_of
+from cairn.formats.common.match_layout import Outgoing, state_dict_of
 from cairn.formats.dcp.dcp_titan import expert_biases, in_rotary_order, titan_parts
 
 Tree = dict[str, Any]

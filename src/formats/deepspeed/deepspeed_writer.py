@@ -14,8 +14,7 @@ from cairn.checkpoint.step_folder import OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.adamw import rate_of
-from cairn.formats.common.match_layout import refuse
-from cairn.formats.common.outgoing import Outgoing, weights_of
+from cairn.formats.common.match_layout import Outgoing, outgoing_weights, refuse
 from cairn.formats.deepspeed.deepspeed_files import LATEST, UNIVERSAL
 from cairn.formats.deepspeed.deepspeed_state import MASTER, MOMENTS, OPTIMIZER_STATE
 from cairn.formats.huggingface.hf_trainer_writer import write_progress
@@ -46,7 +45,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
         raise CheckpointError(
             "the step holds weights only: export it with --format hf, which programs begin from"
         )
-    weights, tied = weights_of(content)
+    weights, tied = outgoing_weights(content)
     _check(weights, state, content.model)
     copy_companions(content, folder, None)
     tag = f"global_step{content.step}"

@@ -12,8 +12,14 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.source import listed
 from cairn.formats.base import Content, Verification, WriteOptions
 from cairn.formats.gguf.gguf_file import GgufFile, read_gguf
-from cairn.formats.gguf.gguf_model import MODEL_TYPES, ROPE_FACTORS, config_of, differences, rope_factors
-from cairn.formats.gguf.gguf_tensors import hub_tensors
+from cairn.formats.gguf.gguf_model import (
+    MODEL_TYPES,
+    ROPE_FACTORS,
+    config_of,
+    differences,
+    hub_tensors,
+    rope_factors,
+)
 from cairn.formats.gguf.gguf_tokenizer import write_tokenizer
 from cairn.model.untrusted_config import load_config
 from cairn.run.output import Stage

@@ -19,8 +19,7 @@ from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import PIECE_BYTES, pieces_of
 from cairn.formats.base import Content, WriteOptions, needed
 from cairn.formats.gguf.gguf_file import ALIGNMENT, AT_ONCE, BLOCK, BLOCK_BYTES
-from cairn.formats.gguf.gguf_model import ROPE_FACTORS, metadata_of, rope_factors
-from cairn.formats.gguf.gguf_tensors import Shifted, gguf_tensors
+from cairn.formats.gguf.gguf_model import ROPE_FACTORS, Shifted, gguf_tensors, metadata_of, rope_factors
 from cairn.formats.gguf.gguf_tokenizer import tokenizer_metadata
 from cairn.formats.torch_file.pickled import held
 from cairn.run.files import naming

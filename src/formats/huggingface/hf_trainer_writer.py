@@ -15,8 +15,7 @@ from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.formats.base import Content, WriteOptions
 from cairn.formats.common.adamw import rate_of
-from cairn.formats.common.match_layout import refuse
-from cairn.formats.common.outgoing import Outgoing, weights_of
+from cairn.formats.common.match_layout import Outgoing, outgoing_weights, refuse
 from cairn.formats.huggingface.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,
@@ -49,7 +48,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     refuse(lacking, content.model.parent, "the optimiser's state lacks these, which Trainer needs")
     groups, rate = _groups(content, decaying, others)
     copy_companions(content, folder, options.dtype)
-    weights, _ = weights_of(content)
+    weights, _ = outgoing_weights(content)
     write_sources(
         folder,
         {name: tensor.source for name, tensor in weights.items()},

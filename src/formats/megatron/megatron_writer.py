@@ -23,7 +23,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content, WriteOptions
-from cairn.formats.common.outgoing import Outgoing
+from cairn.formats.common.match_layout import Outgoing
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_writer import ReadingPlanner
 from cairn.formats.huggingface.huggingface import copy_companions

@@ -18,7 +18,7 @@ from torch._utils import _rebuild_tensor_v2  # pyright: ignore # the name that e
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.checkpoint.tensors.stream_writer import pieces_of
-from cairn.formats.common.outgoing import Outgoing
+from cairn.formats.common.match_layout import Outgoing
 from cairn.formats.torch_file.torch_stream import LOCAL_HEADER_BYTES, STORAGES
 from cairn.run.files import naming
 

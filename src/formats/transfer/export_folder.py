@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import FILE_NAME, STEP_NAME, CheckpointError, load_manifest
-from cairn.checkpoint.step_index import step_of
+from cairn.checkpoint.step_folder import step_of
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.config.ckpt import ExportConfig

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.formats.base import Content, Stage, WriteOptions
-from cairn.formats.common.outgoing import weights_of
+from cairn.formats.common.match_layout import outgoing_weights
 from cairn.formats.common.verified_reads import KeptValues
 from cairn.model.adapters import base_folder
 from cairn.model.described import about_model
@@ -153,7 +153,7 @@ def _of_step(content: Content, folder: Path, options: WriteOptions) -> Any:
     Raises:
         CheckpointError: the weights do not fit config.json.
     """
-    weights, _ = weights_of(KeptValues(content, options.dtype).content)
+    weights, _ = outgoing_weights(KeptValues(content, options.dtype).content)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **HOW)
     state = model.state_dict()
     with torch.no_grad():

@@ -190,7 +190,7 @@ def _converted(path: Path, name: str, config: ModelConfig, cache: Path) -> Path:
         UsageError: they can't be converted; the message says why.
     """
     with importing():
-        from cairn.formats.transfer.convert import convert, place_in
+        from cairn.formats.transfer.import_step import convert, place_in
 
     model = Path(config.config) if config.config else None
     if model is not None and not (model / "config.json").is_file():

@@ -15,7 +15,7 @@ from typing import Any
 
 from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, split_step
-from cairn.checkpoint.step_index import step_of
+from cairn.checkpoint.step_folder import step_of
 from cairn.checkpoint.store import PINS, CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.jobs.upload import small_files

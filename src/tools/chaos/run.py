@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.run.directory import RunDirectory

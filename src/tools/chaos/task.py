@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.run.directory import RunDirectory
