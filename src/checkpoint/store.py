@@ -217,11 +217,12 @@ class CheckpointStore(StepFolders):
             for path in (*folder.rglob("*"), folder):
                 if path.is_dir():
                     sync(path)
+            fault_point("commit.before_manifest")
+            self._publish(manifest, read_back=read_back)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not self.exists(step):
+                shutil.rmtree(folder, ignore_errors=True)
             raise
-        fault_point("commit.before_manifest")
-        self._publish(manifest, read_back=read_back)
         return folder
 
     def _publish(self, manifest: Manifest, *, read_back: bool = False) -> None:
@@ -451,7 +452,6 @@ class OneStep(CheckpointStore):
         self._only = folder
 
     def folder(self, step: int) -> Path:
-        """The folder."""
         return self._only
 
     def steps(self) -> list[int]:

@@ -140,6 +140,11 @@ def written_bytes(spec: TensorSpec, dtype: str | None) -> int:
     return replace(spec, dtype=dtype).nbytes if dtype and floats else spec.nbytes
 
 
+def folder_of_model(given: Path | None, *beside: Path) -> Path | None:
+    """The folder with config.json: the one that is given, else the first of those beside a source."""
+    return given or next((folder for folder in beside if (folder / "config.json").is_file()), None)
+
+
 # Packages that only some formats need, in dependency groups of their own.
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL
-from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.base import Content, Verification, WriteOptions, folder_of_model
 from cairn.formats.huggingface.huggingface import copy_companions
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -53,8 +53,7 @@ class PlainFile:
                 found = cast("Mapping[str, Any]", found)[entry]
                 break
         tensors = state_dict_in(cast("object", found), source)
-        folder = source.parent if (source.parent / "config.json").is_file() else None
-        return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
+        return Content({MODEL: tensors}, model=folder_of_model(model, source.parent), left_out=left_out)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         from cairn.formats.common.match_layout import state_dict_of

@@ -19,7 +19,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import MALFORMED, StoredTensor, TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.base import Content, Verification, WriteOptions, folder_of_model
 from cairn.formats.huggingface.huggingface import copy_companions
 from cairn.run.files import naming
 
@@ -41,9 +41,8 @@ class TensorFlow:
             raise FileNotFoundError(2, f"holds no index (*{INDEX}), or several; name one", str(source))
         tensors, left_out = read_index(prefix)
         verify_data(tensors)
-        beside = prefix.parent if (prefix.parent / "config.json").is_file() else None
         sources = {name: tensor.stored for name, tensor in tensors.items()}
-        return Content({MODEL: sources}, model=model or beside, left_out=left_out)
+        return Content({MODEL: sources}, model=folder_of_model(model, prefix.parent), left_out=left_out)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         copy_companions(content, folder, options.dtype)

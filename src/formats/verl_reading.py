@@ -17,8 +17,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import value_of
-from cairn.formats.base import Content
-from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
+from cairn.formats.base import Content, folder_of_model
+from cairn.formats.common.adamw import SETTINGS, STATE, settings_of, whole_steps
 from cairn.formats.common.value_head import value_names
 from cairn.formats.dcp.dtensors import ALLOWED, is_tensor, joined
 from cairn.formats.torch_file.pickled import held
@@ -145,12 +145,12 @@ class ModelFolder:
             if names[owner] in idle:
                 continue
             kinds = _same_keys([rank[owner] for rank in states], f"{where}: the state of {owner}")
-            if set(kinds) != set(MOMENTS):
+            if set(kinds) != set(STATE):
                 raise CheckpointError(
                     f"{where}: the optimiser has {', '.join(sorted(map(str, kinds)))}, not the state of AdamW"
                 )
             weight = weights[names[owner]]
-            for kind in MOMENTS:
+            for kind in STATE:
                 name = f"{names[owner]}.{kind}"
                 source = _part(name, [rank[owner][kind] for rank in states], where)
                 if kind != "step" and source.spec.shape != weight.spec.shape:
@@ -341,7 +341,6 @@ class _Part:
     section: str = ""
 
     def tensors(self) -> dict[str, Mapping[str, TensorSource]]:
-        """By stem and name."""
         weights = {own: self.weights[name] for name, own in self.names.items()}
         state = {
             f"{self.names[name]}.{kind}": source
@@ -352,7 +351,6 @@ class _Part:
         return {self.stems[0]: weights, **({self.stems[1]: state} if state else {})}
 
     def settings(self) -> dict[str, object]:
-        """Those of its optimiser."""
         return {self.section + name: value for name, value in self.optimizer.settings.items()}
 
     def left_out(self) -> Iterator[str]:
@@ -413,9 +411,7 @@ def _trained(own: Mapping[str, str], layout: Layout) -> list[str]:
 
 
 def _about(folder: Path, given: Path | None) -> Path:
-    """The folder with config.json."""
-    beside = (folder / name for name in MODEL_FOLDERS)
-    found = given or next((place for place in beside if (place / "config.json").is_file()), None)
+    found = folder_of_model(given, *(folder / name for name in MODEL_FOLDERS))
     if found is None:
         what = "put that of its model there" if folder.name == "critic" else "give --model FOLDER"
         raise UsageError(f"{folder}: has no huggingface/config.json; {what}")

@@ -268,7 +268,6 @@ class Pair:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
         return (self.b.spec.shape[0], self.a.spec.shape[1])
 
     def values(self, first: int, count: int) -> "torch.Tensor":
@@ -335,7 +334,7 @@ class Residual:
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
         of = math.prod(self.spec.shape)
-        with whole_storage(self, None, self._computed, taken=len(into), of=of) as values:
+        with whole_storage(self, self._computed, taken=len(into), of=of) as values:
             into.copy_(values[first : first + len(into)])
 
     def _computed(self) -> "torch.Tensor":

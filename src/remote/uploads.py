@@ -136,11 +136,9 @@ class RunUploads(StepJob):
         self._file = self.notes / "uploaded.json"
 
     def read(self) -> Uploaded:
-        """What is noted of the uploads."""
         return read_note(self._file, Uploaded) or Uploaded()
 
     def write(self, uploaded: Uploaded) -> None:
-        """Note it."""
         self.notes.mkdir(parents=True, exist_ok=True)
         write_json(self._file, asdict(uploaded))
 

@@ -22,6 +22,7 @@ from cairn.tools.ckpt_places import (
     name_of,
     new_run,
     place,
+    refuse_empty,
     run_config,
     side,
     step_at,
@@ -94,9 +95,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     tier, only = tier_at(arguments.path)
+    steps = tier.steps() if only is None else [only]
+    refuse_empty(tier, steps)
     results: list[dict[str, Any]] = []
     with progress_bars() as stage:
-        for step in tier.steps() if only is None else [only]:
+        for step in steps:
             name, problem = tier.name_of(step), None
             try:
                 done = stage(name.rpartition("/")[2], tier.manifest(step).nbytes)

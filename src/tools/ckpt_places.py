@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sized
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -92,8 +92,7 @@ def tier_at(given: Place) -> tuple[Tier, int | None]:
         UsageError: there are no checkpoints, or the URL can't be used.
     """
     if isinstance(given, str):
-        remote, step = split(given)
-        return (remote if step is not None else _with_steps(remote)), step
+        return split(given)
     return (OneStep(given) if (given / FILE_NAME).exists() else store_in(given)), None
 
 
@@ -108,14 +107,21 @@ def run_at(given: Place) -> Tier:
     remote, step = split(given)
     if step is not None:
         raise UsageError(f"{given}: is a single step; give the URL of the run, {remote}")
-    return _with_steps(remote)
+    return remote
 
 
-def _with_steps(remote: RemoteStore) -> RemoteStore:
-    """A remote store that has steps, or what is left of some, as `store_in` demands of a folder."""
-    if remote.steps() or remote.steps_aside() or next(remote.leftovers(), None):
-        return remote
-    raise UsageError(f"{remote}: there are no checkpoints here")
+def refuse_empty(tier: Tier, steps: Sized) -> None:
+    """Refuse an object store without steps, unless something is left of some; `store_in` refuses folders.
+
+    Args:
+        steps: what was found there.
+
+    Raises:
+        UsageError: there are no checkpoints.
+    """
+    if steps or not isinstance(tier, RemoteStore) or tier.steps_aside() or next(tier.leftovers(), None):
+        return
+    raise UsageError(f"{tier}: there are no checkpoints here")
 
 
 def step_at(given: Place) -> tuple[Tier, int]:

@@ -25,6 +25,7 @@ from cairn.tools.ckpt_places import (
     name_of,
     place,
     receive,
+    refuse_empty,
     run_at,
     run_config,
     step_in,
@@ -43,6 +44,7 @@ def list_steps(arguments: argparse.Namespace) -> int:
     """Run `ckpt list`."""
     tier, step = tier_at(arguments.path)
     rows = tier.rows(arguments.metric, _kept_by(arguments.path, tier))
+    refuse_empty(tier, rows)
     if step is not None:
         rows = [row for row in rows if row["step"] == step]
         if not rows:
@@ -106,6 +108,7 @@ def add_prune(command: argparse.ArgumentParser) -> None:
 def prune_steps(arguments: argparse.Namespace) -> int:
     """Run `ckpt prune`."""
     tier = run_at(arguments.path)
+    refuse_empty(tier, tier.steps())
     if isinstance(tier, CheckpointStore):
         rules, spares = _of_run(arguments, tier)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.step_folder import StepFolders
 from cairn.run.diagnosis import RULES, DiskRoom, Finding, Rule, RuleInput, findings
 from cairn.run.errors import UsageError
 from cairn.run.history import resumed

@@ -57,7 +57,6 @@ class GpuCopies(HostCopies):
         self._pinned = False
 
     def follow(self) -> None:
-        """Have later copies run after the work that this thread has queued on the GPU so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def running(self) -> AbstractContextManager[Any]:
@@ -65,7 +64,6 @@ class GpuCopies(HostCopies):
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Return once the queued copies are done."""
         self._stream.synchronize()
 
     def pin(self, memory: torch.Tensor) -> None:
@@ -81,7 +79,6 @@ class GpuCopies(HostCopies):
                 torch.zeros(1, device=self._device)
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undo `pin`, if it succeeded."""
         if self._pinned:
             _cudart().cudaHostUnregister(memory.data_ptr())
             self._pinned = False
@@ -124,7 +121,6 @@ class Outlet:
         return piece
 
     def close(self) -> None:
-        """Free the memory."""
         if len(self._memory):
             self._copies.unpin(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8)

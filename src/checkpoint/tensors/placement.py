@@ -50,12 +50,10 @@ class Section:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the tensor."""
         return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensor."""
         return self.tensor.device
 
     def numel(self) -> int:
@@ -63,7 +61,6 @@ class Section:
         return self.shape.numel()
 
     def element_size(self) -> int:
-        """Bytes of one value."""
         return self.tensor.element_size()
 
 
@@ -98,7 +95,6 @@ class Share:
     own: Range
 
     def byte_ranges(self) -> list[Range]:
-        """The ranges in bytes."""
         size = self.dtype.itemsize
         return [(first * size, count * size) for first, count in self.ranges]
 

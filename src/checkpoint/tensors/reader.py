@@ -237,7 +237,6 @@ class ReadRange:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in the file."""
         return self.target.numel() * self.dtype.itemsize
 
     @property

@@ -35,7 +35,6 @@ class AwayFile:
 
     @property
     def url(self) -> str:
-        """Of the whole."""
         return f"{self.store}/{self.name}"
 
     def read(self, offset: int, count: int) -> bytes | memoryview:

@@ -1,7 +1,7 @@
 """Tensors whose values have not been read yet: the one interface to them, and a cache of one storage."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -49,15 +49,9 @@ class TensorSource(Protocol):
 # Storages that have to be in memory as a whole for a part of their tensor, such as one saved transposed.
 
 
-def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many values of a storage a tensor reaches over, from its first one to its last."""
-    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-
-
 @dataclass
 class _Held:
     owner: object
-    part: object
     storage: "torch.Tensor"
     left: int
 
@@ -75,23 +69,23 @@ _last = _LastOne()
 
 @contextmanager
 def whole_storage(
-    owner: object, part: object, read: "Callable[[], torch.Tensor]", *, taken: int, of: int
+    owner: object, read: "Callable[[], torch.Tensor]", *, taken: int, of: int
 ) -> "Generator[torch.Tensor]":
-    """The storage of a tensor, or of a part of it, for one thread at a time; read unless it was the last one.
+    """The storage of a tensor, for one thread at a time; read unless it was the last one.
 
     One storage is in memory at a time, whoever asks.
 
     Args:
-        owner, part: whose storage it is; the owner by identity, the part by equality.
+        owner: whose storage it is, by identity.
         read: reads it, and checks it.
         taken, of: how many values are taken from it now, and how many there are to take: once all are, the
             storage is given up.
     """
     with _last.lock:
         held = _last.held
-        if held is None or held.owner is not owner or held.part != part:
+        if held is None or held.owner is not owner:
             held = _last.held = None  # so that its memory is free for the next one
-            held = _last.held = _Held(owner, part, read(), of)
+            held = _last.held = _Held(owner, read(), of)
         held.left -= taken
         if held.left <= 0:
             _last.held = None

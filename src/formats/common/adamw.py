@@ -11,7 +11,8 @@ from cairn.config.optimizer import SchedulerConfig
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = (*MOMENTS, "step")
 """The state of one weight."""
 SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 """What is read of a group of weights."""

@@ -18,9 +18,9 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.sharded_files import dtype_of, read_tensor
+from cairn.checkpoint.tensors.sharded_files import dtype_of
 from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.checkpoint.tensors.stream_writer import value_of
+from cairn.checkpoint.tensors.stream_writer import pieces_of, value_of
 from cairn.formats.base import Content
 from cairn.formats.common.tensor_views import Joined, TensorSection
 from cairn.model.hub_layout import Layout, hub_layout
@@ -192,7 +192,6 @@ class Outgoing:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape."""
         return self.source.spec.shape
 
     @property
@@ -206,7 +205,13 @@ class Outgoing:
         Raises:
             Damaged: the source is invalid.
         """
-        return read_tensor(self.source)
+        # In pieces: the storage of a tensor that NumPy has seen, to checksum it, can't be resized any more.
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        flat, first = whole.view(-1), 0
+        for piece in pieces_of(self.source):
+            flat[first : first + len(piece)] = piece
+            first += len(piece)
+        return whole
 
 
 def state_dict_of(content: Content) -> dict[str, Outgoing]:

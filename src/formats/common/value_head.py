@@ -100,7 +100,6 @@ class ValueNames:
 
     @property
     def bias(self) -> bool:
-        """Whether the head has one."""
         return BIAS in self.layout.places
 
 

@@ -55,7 +55,6 @@ class CheckedStep:
         }
 
     def count(self, seen: Mapping[Path, FileChecksum]) -> None:
-        """Count bytes that were read."""
         with self._lock:
             for path, checksum in seen.items():
                 self._seen.setdefault(path, FileChecksum(checksum.size)).merge(checksum)

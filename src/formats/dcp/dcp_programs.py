@@ -48,7 +48,6 @@ class Program:
         return any(self.is_weight(key) for key in keys)
 
     def is_weight(self, key: str) -> bool:
-        """Whether a key is a weight's."""
         return from_titan(key) is not None if self.titan else key.startswith(self.weights)
 
     def is_expert_bias(self, key: str) -> bool:

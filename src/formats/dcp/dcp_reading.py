@@ -14,8 +14,8 @@ from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.stream_writer import pieces_of, value_of
-from cairn.formats.base import Content
-from cairn.formats.common.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
+from cairn.formats.base import Content, folder_of_model
+from cairn.formats.common.adamw import SETTINGS, STATE, settings_of, whole_steps
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.dcp.dcp_programs import PROGRAMS, Program
 from cairn.formats.dcp.dcp_tensors import DcpIndex, DcpSource, DcpTensor, read_metadata
@@ -56,7 +56,6 @@ class _Reading:
     model: Path | None
 
     def content(self) -> Content:
-        """All of it."""
         weights = dict(self._weights())
         state = dict(self._state())
         groups = dict(self._groups())
@@ -118,11 +117,9 @@ class _Reading:
     @cached_property
     def _config_folder(self) -> Path | None:
         """The folder with config.json, if there is one."""
-        beside = (self.source / place for place in MODEL_FOLDERS)
-        return self.model or next((f for f in beside if (f / "config.json").exists()), None)
+        return folder_of_model(self.model, *(self.source / place for place in MODEL_FOLDERS))
 
     def _weights(self) -> Iterator[tuple[str, TensorSource]]:
-        """The weights by the hub's names."""
         for key, tensor in self.index.tensors.items():
             if self.program.is_weight(key):
                 yield from self._named(key.removeprefix(self.program.weights), tensor)
@@ -162,7 +159,6 @@ class _Reading:
             yield "expert_bias_E: the biases that balance experts, which are all zero"
 
     def _state(self) -> Iterator[tuple[str, TensorSource]]:
-        """AdamW's state."""
         before, strange = (
             self.program.state,
             [k for k in self.index.values if k.startswith(self.program.state)],
@@ -171,7 +167,7 @@ class _Reading:
             if not key.startswith(before):
                 continue
             owner, _, what = key.removeprefix(before).rpartition(".")
-            if what not in MOMENTS:
+            if what not in STATE:
                 strange.append(key)
                 continue
             yield from self._fused(owner, tensor, what) or self._named(owner, tensor, what)

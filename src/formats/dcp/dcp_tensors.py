@@ -263,14 +263,13 @@ class DcpSource:
     _located: dict[Chunk, SavedTensor] = field(default_factory=dict[Chunk, SavedTensor], compare=False)
 
     @classmethod
-    def of(cls, name: str, tensor: DcpTensor) -> "DcpSource":
-        """The tensor, under a name of the caller's choice."""
-        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor)
+    def of(cls, name: str, tensor: DcpTensor, located: dict[Chunk, SavedTensor] | None = None) -> "DcpSource":
+        """The tensor, under a name of the caller's choice.
 
-    @classmethod
-    def located(cls, name: str, tensor: DcpTensor, values: dict[Chunk, SavedTensor]) -> "DcpSource":
-        """The tensor, where the places of its chunks are known; the streams of the chunks are not used."""
-        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, values)
+        Args:
+            located: the chunks, where it is known where they lie; their streams are not used then.
+        """
+        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, located or {})
 
     def fill(self, first: int, into: torch.Tensor) -> None:
         """Read consecutive values.

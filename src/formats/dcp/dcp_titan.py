@@ -14,7 +14,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.placement import Place
 from cairn.checkpoint.tensors.source import TensorSource, listed
-from cairn.formats.common.adamw import MOMENTS
+from cairn.formats.common.adamw import STATE
 from cairn.formats.common.match_layout import Outgoing
 from cairn.formats.common.tensor_views import Joined, RotaryRows, ValueRange
 from cairn.formats.dcp.dcp_programs import TITAN, TITAN_TYPES, expert_bias
@@ -170,7 +170,7 @@ def in_rotary_order(
     ordered: dict[str, TensorSource] = {}
     for name, source in tensors.items():
         weight, _, kind = name.rpartition(".")
-        part = architecture.part(weight if kind in MOMENTS else name)
+        part = architecture.part(weight if kind in STATE else name)
         if part is not None and part.role in heads and kind != "step":
             ordered[name] = RotaryRows(source, heads[part.role], to_hub)
         else:

@@ -236,7 +236,6 @@ class _Planner(ReadingPlanner):
         self._told: set[int] = set()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is stored under a key."""
         if index.fqn not in self._tensors:
             return super().lookup_object(index)
         tensor = self._tensors[index.fqn]

@@ -42,7 +42,6 @@ class Placement(_Made):
 
     @property
     def dim(self) -> object:
-        """The dimension that is sharded."""
         return self.fields.get("dim", self.values[0] if self.values else None)
 
 
@@ -156,7 +155,7 @@ def _source(
         if part.size:
             located[Chunk(begin, part.shape, Stream(part.path, 0, 0))] = SavedTensor.of(name, part)
     check_covered(name, shape, located)
-    return DcpSource.located(name, DcpTensor(dtype, shape, tuple(located)), located)
+    return DcpSource.of(name, DcpTensor(dtype, shape, tuple(located)), located)
 
 
 def _global(name: str, spec: PickledObject) -> tuple[tuple[int, ...], torch.dtype]:

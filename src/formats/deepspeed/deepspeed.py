@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
-from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.base import Content, Verification, WriteOptions, folder_of_model
 from cairn.formats.deepspeed.deepspeed_files import LATEST, STATES, UNIVERSAL
 
 
@@ -29,9 +29,8 @@ class DeepSpeed:
         folder = folder_in(source)
         if folder is None:
             raise FileNotFoundError(2, "holds no checkpoint of DeepSpeed", str(source))
-        own = next((near for near in (folder, folder.parent) if (near / "config.json").is_file()), None)
         read = read_universal if (folder / UNIVERSAL).is_dir() else read_zero
-        return read(folder, model or own)
+        return read(folder, folder_of_model(model, folder, folder.parent))
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         from cairn.formats.common.verified_reads import KeptValues  # imports torch

@@ -11,9 +11,10 @@ from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
-from cairn.formats.common.adamw import settings_of
+from cairn.formats.common.adamw import MOMENTS, settings_of
 from cairn.formats.common.tensor_views import TensorSection
 from cairn.formats.deepspeed.deepspeed_files import STATES, UNIVERSAL
+from cairn.formats.huggingface.hf_trainer_groups import STATE
 from cairn.formats.torch_file.pickled import held_step, steps_in
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, record
 from cairn.formats.torch_file.torch_stream import MAX_VALUES, SavedTensor, read_file
@@ -21,11 +22,6 @@ from cairn.run.files import read_json
 
 # Values from a pickle have no types until they are checked.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-TRAINER_STATE = "trainer_state.json"
-"""Trainer's file beside the engine's folder."""
 
 
 def _stage(value: object = None, *_: object) -> int:
@@ -46,7 +42,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {
 
 @dataclass(frozen=True)
 class HFTrainerProgress:
-    """What is read of trainer_state.json."""
+    """What is read of trainer_state.json, Trainer's file beside the engine's folder."""
 
     num_input_tokens_seen: int = 0
 
@@ -194,7 +190,7 @@ def content_of(
     if isinstance(clip, (int, float)) and clip > 0:
         settings["optimizer.max_grad_norm"] = clip
     samples = state.fields.get("global_samples")
-    near = (state.path.parent / TRAINER_STATE, state.path.parent.parent / TRAINER_STATE)
+    near = (state.path.parent / STATE, state.path.parent.parent / STATE)
     trainer = next((read_json(path, HFTrainerProgress) for path in near if path.is_file()), None)
     return Content(
         {MODEL: named, OPTIMIZER: moments},

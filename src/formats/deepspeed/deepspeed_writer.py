@@ -13,10 +13,10 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content, WriteOptions
-from cairn.formats.common.adamw import rate_of
+from cairn.formats.common.adamw import MOMENTS, rate_of
 from cairn.formats.common.match_layout import Outgoing, outgoing_weights, refuse
 from cairn.formats.deepspeed.deepspeed_files import LATEST, UNIVERSAL
-from cairn.formats.deepspeed.deepspeed_state import MASTER, MOMENTS, OPTIMIZER_STATE
+from cairn.formats.deepspeed.deepspeed_state import MASTER, OPTIMIZER_STATE
 from cairn.formats.huggingface.hf_trainer_writer import write_progress
 from cairn.formats.huggingface.huggingface import copy_companions
 from cairn.formats.torch_file.torch_writer import save

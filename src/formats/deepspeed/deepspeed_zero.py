@@ -14,11 +14,11 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
+from cairn.formats.common.adamw import MOMENTS
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.deepspeed.deepspeed_files import STATES
 from cairn.formats.deepspeed.deepspeed_state import (
     ALLOWED,
-    MOMENTS,
     Fragment,
     ModelState,
     check_adamw,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.source import listed
-from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.base import Content, Verification, WriteOptions, folder_of_model
 from cairn.formats.gguf.gguf_file import GgufFile, read_gguf
 from cairn.formats.gguf.gguf_model import (
     MODEL_TYPES,
@@ -55,8 +55,7 @@ class Gguf:
             config.save_pretrained(folder)
             write_tokenizer(file.values, folder)
 
-        beside = file.path.parent if (file.path.parent / "config.json").is_file() else None
-        if folder := model or beside:
+        if folder := folder_of_model(model, file.path.parent):
             _check_config(file, folder)
         return Content({MODEL: hub_tensors(file, config)}, model=folder, write_companions=write_companions)
 

@@ -322,7 +322,6 @@ class Shifted:
 
     @property
     def spec(self) -> TensorSpec:
-        """The source's, of float32."""
         return TensorSpec(self.source.spec.name, "F32", self.source.spec.shape)
 
     def fill(self, first: int, into: "torch.Tensor") -> None:

@@ -8,8 +8,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats.base import Content
-from cairn.formats.common.adamw import settings_of
-from cairn.formats.huggingface.hf_trainer_groups import KINDS, groups_of, state_by_name, weights_in_order
+from cairn.formats.common.adamw import STATE, settings_of
+from cairn.formats.huggingface.hf_trainer_groups import groups_of, state_by_name, weights_in_order
 from cairn.formats.huggingface.huggingface import weights_in
 from cairn.run.errors import UsageError
 
@@ -91,7 +91,7 @@ def _state(path: Path, model: Path) -> tuple[dict[str, TensorSource], dict[str, 
         missing = set(numbers) ^ set(states)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
-    if kinds != KINDS:
+    if kinds != set(STATE):
         raise CheckpointError(f"{path.name} has {', '.join(sorted(map(str, kinds)))}, which is not AdamW's")
     if len(sizes) == 2:
         decaying, others = groups_of(model)

@@ -12,9 +12,9 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.common.adamw import STATE as ADAMW
 from cairn.formats.common.adamw import settings_of
 from cairn.formats.huggingface.hf_trainer_groups import (
-    KINDS,
     OPTIMIZER_FILE,
     SCHEDULER_FILE,
     STATE,
@@ -107,7 +107,7 @@ def _read_optimizer(
         kinds = {kind for state in states.values() for kind in state.keys()}  # noqa: SIM118 # which must be a dictionary
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
-    if kinds != KINDS:
+    if kinds != set(ADAMW):
         raise CheckpointError(f"{path}: has {', '.join(sorted(map(str, kinds)))}, not the state of AdamW")
     decaying, others = groups_of(model)
     sizes = [len(group["params"]) for group in groups]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 STATE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
-KINDS = {"step", "exp_avg", "exp_avg_sq"}
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """What Trainer finds in the names of weights without weight decay (`Trainer.get_decay_parameter_names`)."""
 

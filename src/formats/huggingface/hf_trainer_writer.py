@@ -14,10 +14,10 @@ from cairn.checkpoint.step_folder import OPTIMIZER
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.checkpoint.tensors.stream_writer import write_sources
 from cairn.formats.base import Content, WriteOptions
-from cairn.formats.common.adamw import rate_of
+from cairn.formats.common.adamw import MOMENTS, rate_of
+from cairn.formats.common.adamw import STATE as ADAMW
 from cairn.formats.common.match_layout import Outgoing, outgoing_weights, refuse
 from cairn.formats.huggingface.hf_trainer_groups import (
-    KINDS,
     OPTIMIZER_FILE,
     SCHEDULER_FILE,
     STATE,
@@ -44,7 +44,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     decaying, others = groups_of(content.model)
     state = content.tensors[OPTIMIZER]
     names = [*decaying, *others]
-    lacking = [f"{name}.{kind}" for name in names for kind in sorted(KINDS) if f"{name}.{kind}" not in state]
+    lacking = [f"{name}.{kind}" for name in names for kind in sorted(ADAMW) if f"{name}.{kind}" not in state]
     refuse(lacking, content.model.parent, "the optimiser's state lacks these, which Trainer needs")
     groups, rate = _groups(content, decaying, others)
     copy_companions(content, folder, options.dtype)
@@ -95,8 +95,7 @@ def write_progress(content: Content, folder: Path, groups: int, rate: float) -> 
 
 
 def _of_one(name: str, state: Mapping[str, TensorSource]) -> dict[str, Outgoing]:
-    """AdamW's state of one weight."""
-    return {kind: Outgoing(state[f"{name}.{kind}"]) for kind in ("step", "exp_avg", "exp_avg_sq")}
+    return {kind: Outgoing(state[f"{name}.{kind}"]) for kind in ("step", *MOMENTS)}
 
 
 def _groups(

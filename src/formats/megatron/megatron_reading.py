@@ -16,8 +16,8 @@ from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.source import TensorSource, listed
 from cairn.checkpoint.tensors.verified_copy import check_noted, noted
-from cairn.formats.base import Content
-from cairn.formats.common.adamw import settings_of
+from cairn.formats.base import Content, folder_of_model
+from cairn.formats.common.adamw import MOMENTS, settings_of
 from cairn.formats.common.tensor_views import Joined, ValueRange
 from cairn.formats.dcp.dcp_reading import MODEL_FOLDERS
 from cairn.formats.dcp.dcp_tensors import ChecksummedTensor, DcpIndex, DcpTensor, read_metadata, unstacked
@@ -158,7 +158,6 @@ def _optimizers(value: object) -> Iterator[dict[str, Any]]:
 
 MASTERS = ("param", "fp32_param")
 """The optimiser's own copies of weights in float32, as the distributed optimiser and others call them."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>.+)")
 _OTHER_STATE = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.")
 _PASSED = {
@@ -170,9 +169,8 @@ _PASSED = {
 
 def read(source: Path, folder: Path, model: Path | None) -> Content:
     """The content of the checkpoint in `folder`; see `Megatron.read`."""
-    places = (model,) if model else (*(source / place for place in MODEL_FOLDERS), folder)
-    companions = next((place for place in places if (place / "config.json").is_file()), None)
-    if companions is None:
+    companions = folder_of_model(model, *(source / place for place in MODEL_FOLDERS), folder)
+    if companions is None or not (companions / "config.json").is_file():
         raise UsageError(
             f"{source}: has no config.json and tokenizer beside it, which Megatron does not write; give the "
             "folder of its model with --model FOLDER"
@@ -198,7 +196,6 @@ class _Reading:
     strange: list[str] = field(default_factory=list[str])
 
     def content(self, companions: Path) -> Content:
-        """All of it."""
         weights: dict[str, TensorSource] = {}
         states: dict[str, dict[str, TensorSource]] = {}
         refused = self._refused()
@@ -324,7 +321,6 @@ class _Reading:
         return self.common.iteration
 
     def _settings(self) -> dict[str, Any]:
-        """The settings of the run."""
         groups = (
             {**g, "initial_lr": g.get("max_lr") or g.get("initial_lr", g.get("lr"))}
             for g in self.common.groups

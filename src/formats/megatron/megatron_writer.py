@@ -159,7 +159,6 @@ class _Planner(ReadingPlanner):
         self._on_bytes = on_bytes
 
     def create_local_plan(self) -> SavePlan:
-        """All pieces, and the empty states beside weights."""
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._states]
         for index, piece in self._pieces.items():
             shape = piece.tensor.source.spec.shape
@@ -171,7 +170,6 @@ class _Planner(ReadingPlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The values of an item of the plan."""
         piece = self._pieces.get(write_item.index)
         if piece is None:
             state = io.BytesIO()

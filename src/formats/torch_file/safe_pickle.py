@@ -95,7 +95,6 @@ class _Machine(pickle._Unpickler):
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for the name."""
         if (module, name) not in self._allowed:
             raise ForbiddenPickle(f"names {module}.{name}, which is not allowed")
         found = self._allowed[module, name]
@@ -104,13 +103,11 @@ class _Machine(pickle._Unpickler):
         return found
 
     def persistent_load(self, pid: object) -> object:
-        """What stands for a reference to something outside the pickle."""
         if self._persistent is None:
             raise ForbiddenPickle("refers to something outside the pickle")
         return self._persistent(pid)
 
     def load_reduce(self) -> None:
-        """Call a stand-in."""
         arguments, function = self.stack.pop(), self.stack.pop()
         self.stack.append(self._made(function, arguments))
 
@@ -124,17 +121,14 @@ class _Machine(pickle._Unpickler):
         owner.set(state)
 
     def load_setitems(self) -> None:
-        """Fill a dictionary."""
         items = self.pop_mark()
         self._fill(items)
 
     def load_setitem(self) -> None:
-        """Put one value into a dictionary."""
         value, key = self.stack.pop(), self.stack.pop()
         self._fill([key, value])
 
     def load_dict(self) -> None:
-        """Make a dictionary of the values since the mark."""
         items = self.pop_mark()
         self.stack.append({})
         self._fill(items)

@@ -26,7 +26,7 @@ from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.layout import TensorSpec
 from cairn.checkpoint.tensors.reader import DTYPE_NAMES, ReadRange, as_memory, read_pieces
-from cairn.checkpoint.tensors.source import extent, whole_storage
+from cairn.checkpoint.tensors.source import whole_storage
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle, load, ordered_dict
 
 MAX_READ_BYTES = 64 << 20
@@ -176,12 +176,13 @@ class SavedTensor:
             self.fill_and_check(low * inner, values)
             yield values.view(high - low, *self.shape[1:])
             return
-        with whole_storage(self, None, self._reach, taken=taken, of=self.size) as storage:
+        with whole_storage(self, self._reach, taken=taken, of=self.size) as storage:
             yield storage.as_strided(self.shape, self.strides)[low:high]
 
     def _reach(self) -> torch.Tensor:
         """All values of the storage from the tensor's first one to its last."""
-        storage = torch.empty(extent(self.shape, self.strides), dtype=self.dtype)
+        reach = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        storage = torch.empty(reach, dtype=self.dtype)
         self.fill_and_check(0, storage)
         return storage
 
@@ -403,21 +404,17 @@ class _Window(io.RawIOBase):
         self._position = 0
 
     def close(self) -> None:
-        """Close the file."""
         if not self.closed:
             os.close(self._fd)
         super().close()
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """The position in the range."""
         return self._position
 
     def seek(self, offset: int, whence: int = 0, /) -> int:

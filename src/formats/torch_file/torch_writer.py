@@ -87,7 +87,6 @@ class _Pickler(pickle.Pickler):
         self.found: list[Outgoing] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """How a tensor is made again."""
         if not isinstance(obj, Outgoing):
             return NotImplemented
         spec: TensorSpec = obj.source.spec
@@ -98,7 +97,6 @@ class _Pickler(pickle.Pickler):
         return _rebuild_tensor_v2, (storage, 0, spec.shape, obj.blank.stride(), False, hooks)
 
     def persistent_id(self, obj: Any) -> Any:
-        """What refers to an entry of the archive."""
         if isinstance(obj, _Storage):
             return ("storage", obj.kind, obj.key, "cpu", obj.count)
         return None

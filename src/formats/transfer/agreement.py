@@ -126,7 +126,6 @@ def agree(
 
 
 def _as_config(about: Mapping[str, Any], where: Path) -> "PreTrainedConfig":
-    """A configuration of this content."""
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / FILE_NAME).write_bytes(as_file(about))
         try:

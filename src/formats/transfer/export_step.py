@@ -113,7 +113,7 @@ def export(
     Args:
         check: read the result back and compare it with what was read of the step; see `Exporter.write`.
         logits: whether the result is opened in another program, too, to compare logits; see
-            `formats.opened.WHEN`. Without `check` it is not.
+            `transfer.opened`. Without `check` it is not.
         beside: further files in `out`, by name.
 
     Returns:

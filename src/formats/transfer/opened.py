@@ -36,7 +36,6 @@ TOLERANCE = 1e-3
 """Of the largest logit; the order in which values are added may differ."""
 HOW: Mapping[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
-WHEN = (AUTO, ALWAYS, NEVER)
 """When logits are compared: of models of up to MOST_BYTES, of any, of none."""
 
 
@@ -92,7 +91,7 @@ def compare_logits(
 
     Args:
         content: that of the step which was exported.
-        when: one of WHEN.
+        when: AUTO, ALWAYS or NEVER.
 
     Returns:
         An empty string if the format has no such program, or nothing was asked for.

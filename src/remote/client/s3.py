@@ -203,7 +203,6 @@ class S3:
         return f"{place.bucket}/{quote(self.key(name), safe='/')}" if name is not None else f"{place.bucket}/"
 
     def _found(self) -> "_Place":
-        """Where the bucket is."""
         with self._finding:
             if self._place is None:
                 self._place = self._find()

@@ -68,7 +68,6 @@ class UploadBody:
 
     @property
     def size(self) -> int:
-        """The file's size in bytes."""
         return self.entry.size
 
     def chunks(self, numbers: range) -> list[Chunk]:
@@ -128,7 +127,6 @@ class Listing:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> bytes:
-        """Its content."""
         return json.dumps({name: entry.model_dump() for name, entry in self.files.items()}).encode()
 
 
@@ -222,7 +220,6 @@ class SentParts:
         self._append({"upload": upload, "part_bytes": part_bytes}, at_once=True)
 
     def add(self, part: int, etag: str, crc: int) -> None:
-        """Note that a part has arrived."""
         self.noted().parts[part] = etag, crc
         self._append({"part": part, "etag": etag, "crc64nvme": f"{crc:016x}"})
 
