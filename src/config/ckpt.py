@@ -49,7 +49,7 @@ class ExportConfig(BaseConfig):
 CACHED_STEPS = 2
 """Local steps that are kept if `dir` is a URL."""
 ACCEPTABLE = (
-    *("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt"),
+    *("data", "batch_size", "shuffle", "loss", "environment", "prompts_per_step", "samples_per_prompt"),
     "batches",  # that are made again, and others than when they were shipped
 )
 """Changes of a run's recipe that a resumed run refuses unless they are listed in accept_changes."""

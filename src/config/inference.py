@@ -1,5 +1,6 @@
 """Settings of the `inference` command."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator
@@ -35,6 +36,11 @@ OURS = {
 changed: the trainer's loss needs logprobs of the distribution that was sampled from, no default sampling
 parameters, no further change of logits, no adapter but the run's, and a model that computes what the
 trainer's does (config.json is the place to change both)."""
+
+SIZE = re.compile(r"[0-9]+[KMGT]?|[0-9]+(\.[0-9]+)?[kmgt]")
+"""The sizes that vLLM reads: those of 1024 are whole."""
+OPTION = re.compile(r"--[\w.+-]+")
+"""The name of an option, perhaps with a key of its JSON value."""
 
 
 class InferenceConfig(CommandConfig):
@@ -83,10 +89,22 @@ class InferenceConfig(CommandConfig):
             return settled.left_to(compile=True, startup_timeout=1800.0)
         return settled.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)
 
+    @field_validator("kv_cache_memory")
+    @classmethod
+    def _a_size(cls, value: str | None) -> str | None:
+        """A size as vLLM reads it: a number of bytes, or one with k, m, g, t (1000) or K, M, G, T (1024)."""
+        if value is not None and not SIZE.fullmatch(value.strip()):
+            raise ValueError(f"{value!r} is no size; give whole bytes, or a size such as 64M, 4G or 1.5g")
+        return value
+
     @field_validator("vllm_args")
     @classmethod
     def _not_ours(cls, value: list[str]) -> list[str]:
         for argument in value:
+            if argument.startswith("--") and not OPTION.fullmatch(argument.split("=")[0]):
+                raise ValueError(
+                    f"{argument!r} is no option of vLLM: write --name=value, or two words, --name and value"
+                )
             # vLLM takes keys of JSON arguments behind a dot: --hf-overrides.rope_theta=1e6
             name = argument.split("=")[0].lstrip("-").split(".")[0].replace("_", "-")
             if argument.startswith("-") and name in OURS:

@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of the losses of SFT and RL; each type of loss has its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -229,15 +229,15 @@ SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
 """Those of SFT, likewise."""
 
 
-def tag_by_type(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
+def tag_by_type(built_in: Mapping[str, type[BaseConfig]]) -> Callable[[Any], str]:
     """Tells which member of a union a section is for."""
 
     def tag(data: Any) -> str:
-        kind = (
-            cast("dict[str, Any]", data).get("type", next(iter(built_in)))
-            if isinstance(data, dict)
-            else data.type
-        )
+        first = next(iter(built_in))
+        if isinstance(data, dict):
+            kind = cast("dict[str, Any]", data).get("type", first)
+        else:  # a section that is made, or a single value, which the first member refuses
+            kind = getattr(data, "type", first)
         return kind if isinstance(kind, str) and kind in built_in else "module:Class"
 
     return tag

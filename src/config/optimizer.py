@@ -1,11 +1,12 @@
 """Settings of the optimisers, of the learning rate's schedule, and of the guard against spikes."""
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cairn.config.hints import one_of
+from cairn.config.loss import tag_by_type
 from cairn.config.settings import BaseConfig
 
 EIGHT_BIT = {"adamw8bit", "adam_8bit", "adam8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"}
@@ -46,12 +47,15 @@ class BaseOptimizerConfig(BaseConfig):
         raise NotImplementedError
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamWConfig(BaseOptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019)."""
 
     type: Literal["adamw"] = "adamw"
     """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """adamw: decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
     """adamw: term added to the denominator for numerical stability."""
@@ -84,7 +88,7 @@ class MuonConfig(BaseOptimizerConfig):
     """muon: Nesterov's momentum."""
     ns_steps: int = Field(default=5, ge=1, lt=100)
     """muon: Newton-Schulz iterations, which make an update orthogonal."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """muon: AdamW's decay rates, for embeddings, head and vectors."""
     eps: float = Field(default=1e-8, gt=0)
     """muon: AdamW's term for numerical stability."""
@@ -120,7 +124,7 @@ class LionConfig(BaseOptimizerConfig):
 
     type: Literal["lion"] = "lion"
     """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.99)
     """lion: share of the mean in the update, and its decay rate."""
 
     def state(self, hidden: int, others: int) -> StateSize:
@@ -171,12 +175,6 @@ OPTIMIZERS: dict[str, type[BaseOptimizerConfig]] = {
 """By type; the first is the default."""
 
 
-def _tag(data: Any) -> str:
-    """Tells which member of the union a section is for."""
-    kind = cast("dict[str, Any]", data).get("type", "adamw") if isinstance(data, dict) else data.type
-    return kind if isinstance(kind, str) and kind in OPTIMIZERS else "module:Class"
-
-
 OptimizerConfig = Annotated[
     Annotated[AdamWConfig, Tag("adamw")]
     | Annotated[AdamW8bitConfig, Tag("adamw_8bit")]
@@ -184,7 +182,7 @@ OptimizerConfig = Annotated[
     | Annotated[SGDConfig, Tag("sgd")]
     | Annotated[LionConfig, Tag("lion")]
     | Annotated[CustomOptimizerConfig, Tag("module:Class")],
-    Discriminator(_tag),
+    Discriminator(tag_by_type(OPTIMIZERS)),
 ]
 """The settings of one type of optimiser; `type` says which."""
 

@@ -244,11 +244,9 @@ def with_cache(server: Need, cache: str | None) -> Need:
     """What a server needs with a cache of keys and values of a size that was given; without one, the same."""
     if cache is None:
         return server
-    try:
-        size = bytes_of(cache)
-    except ValueError:
-        return server  # vLLM knows more ways to write a size
-    return Need(server.share, (*server.parts, MemoryPart("keys and values (kv_cache_memory)", size)))
+    return Need(
+        server.share, (*server.parts, MemoryPart("keys and values (kv_cache_memory)", bytes_of(cache)))
+    )
 
 
 def cache_left(server: Need, has: int) -> int:

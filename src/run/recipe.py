@@ -58,7 +58,7 @@ TRAINER = Compared(
         }
     ),
     but=frozenset({"ckpt.interval"}),  # a spike goes back to one of these steps
-    consent={"data.batch_size": "batch_size", "data.shuffle": "shuffle"},
+    consent={"data.batch_size": "batch_size", "data.shuffle": "shuffle", "loss.type": "loss"},
 )
 ORCHESTRATOR = Compared(
     free=frozenset(

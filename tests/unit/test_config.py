@@ -24,6 +24,7 @@ from cairn.config.cli import COMMANDS, hidden_settings, load, require, shared_se
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.preferences import DPOConfig
 from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import BaseConfig, settings_of
 from cairn.config.trainer import SFTConfig, TrainerConfig
@@ -481,6 +482,22 @@ FILE = "sft.toml"
             "'cosin' is not one of constant, .*; did you mean cosine",
         ),
         ("sft", ["--optimizer.betas", "0.9"], r"^--optimizer\.betas: it takes 2 values$"),
+        (
+            "sft",
+            ["--optimizer.betas", "0.9", "1.5"],
+            r"^--optimizer\.betas: it is 1\.5, but must be less than 1$",
+        ),
+        (
+            "inference",
+            ["--kv-cache-memory", "lots"],
+            "^--kv-cache-memory: 'lots' is no size; give ",
+        ),
+        ("inference", ["--kv-cache-memory", "1.5G"], "^--kv-cache-memory: '1.5G' is no size"),
+        (
+            "inference",
+            ["--vllm-args=--port,9"],
+            "^--vllm-args: '--port,9' is no option of vLLM: ",
+        ),
         ("orchestrator", ["--environment.args", "{a}"], r"--environment\.args: '\{a\}' is not valid JSON"),
     ],
 )
@@ -491,6 +508,17 @@ def test_what_is_wrong_and_what_was_meant(command: str, argv: list[str], message
     text = str(refused.value)
     assert len(text.splitlines()) == 1
     assert not re.search(r"[Ii]nput|permitted|pydantic|validation", text)
+
+
+@pytest.mark.parametrize("line", ["optimizer = 3", 'loss = "simpo"', "ckpt = 3", "optimizer = [1]"])
+def test_a_value_in_the_place_of_a_section(tmp_path: Path, line: str):
+    """Also of one that has several types."""
+    file = tmp_path / "dpo.toml"
+    file.write_text(line)
+    name = line.split()[0]
+    words = rf"^--{name}\S* \(in {file}\): .* is one value, but this is a section; did you mean --{name}\."
+    with pytest.raises(UsageError, match=words):
+        load(DPOConfig, ["@", str(file)])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

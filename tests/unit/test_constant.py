@@ -20,6 +20,7 @@ from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.ckpt import CkptConfig
+from cairn.launch import main
 from cairn.run import faults
 from cairn.run.errors import UsageError
 from cairn.trainer.models.model import freeze, frozen_weights
@@ -259,6 +260,23 @@ def test_patterns_freeze_weights():
 def test_patterns_that_can_not_be_meant_are_refused(patterns: list[str], match: str):
     with pytest.raises(UsageError, match=match):
         freeze(llama(), patterns)
+
+
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_patterns_are_refused_before_anything_starts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """By a dry run as well; a reward model's own weights have names, too."""
+    monkeypatch.chdir(REPOSITORY)
+    argv = [command, "@", f"{CONFIGS}/{command}.toml", "--output-dir", str(tmp_path / "run"), "--freeze"]
+    for flags in (("nonsense.*",), ("nonsense.*", "--dry-run")):
+        monkeypatch.setattr("sys.argv", [*argv, *flags])
+        assert getattr(main, command)() == 2
+        error = "error: --freeze = 'nonsense.*' matches no weight of"
+        assert error in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("sys.argv", [*argv, "model.embed_tokens.*", "--dry-run"])
+    assert getattr(main, command)() == 0
 
 
 def test_transformers_opens_what_is_split(make_saver, store):

@@ -427,13 +427,16 @@ def test_what_may_change_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capt
     assert sorted(names) == [("optimizer.lr", False), ("scheduler.steps", False)]
 
 
-def test_another_loss_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_loss_takes_consent(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = write_records(tmp_path / "a.jsonl", 50)
     start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH))
-    changed = sft(tmp_path, data, loss={"type": "my_loss:Own"})
+    own = {"loss": {"type": "my_loss:Own"}}
+    with pytest.raises(UsageError, match=r"(?s)--loss\.type.*--ckpt\.accept-changes loss"):
+        plan_recipe(SFT_RUN, sft(tmp_path, data, **own), start)
+    changed = sft(tmp_path, data, accept=("loss",), **own)
     (change,) = plan_recipe(SFT_RUN, changed, start)["trainer"]["changes"]
     assert (change["name"], change["was"], change["now"]) == ("loss.type", "likelihood", "my_loss:Own")
-    assert '  --loss.type: "likelihood" -> "my_loss:Own"\n' in capsys.readouterr().out
+    assert '  --loss.type: "likelihood" -> "my_loss:Own" (accepted)\n' in capsys.readouterr().out
 
 
 def test_another_optimiser_is_refused(tmp_path: Path):

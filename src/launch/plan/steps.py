@@ -6,6 +6,7 @@ it reads. A new launch-time feature is one file with its functions and one row h
 
 import copy
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from cairn.launch.start import choose_start, ended_early, is_complete
 from cairn.run.errors import UsageError
 from cairn.run.file_system import BUCKETS, file_system_of, remarks
 from cairn.run.machine import machine_of, this_machine
+from cairn.run.output import importing
 from cairn.trainer.tracking import check_login
 
 CONVERTED = "converted"
@@ -281,6 +283,22 @@ def _model(draft: Draft) -> Draft:
     return draft.having(model=model, config=draft.config.sharing(model=ModelConfig(name=model)))
 
 
+def _frozen_weights(draft: Draft) -> Draft:
+    """Names of weights, which take the model's code: it is imported with torch, only if names are given."""
+    if not draft.model:
+        return draft
+    with importing():
+        from cairn.trainer.models.model import check_freeze
+        from cairn.trainer.models.value_model import ValueModel
+
+    remade = partial(ValueModel, bias=False) if draft.trainer.task == "reward" else lambda model: model
+    try:
+        check_freeze(Path(draft.model), draft.trainer.freeze, remade)
+    except UsageError as error:
+        raise UsageError(f"{draft.kind.flags('trainer')}{error}") from None
+    return draft
+
+
 def _trained_models(draft: Draft) -> Draft:
     return draft.having(config=with_models_beside(draft.kind, draft.config, draft.first, _cache(draft)))
 
@@ -440,6 +458,10 @@ STEPS = (
     PlanStep(
         "served model", _model, INFERENCE, needs=("settled",), gives=("model",),
         touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
+    ),
+    PlanStep(
+        "frozen weights", _frozen_weights, RUNS, needs=("model",),
+        when=lambda draft: bool(draft.trainer.freeze),
     ),
     PlanStep(
         "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),

@@ -111,6 +111,20 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         raise UsageError(f"freeze = {list(patterns)} leaves no weight of {type(model).__name__} to train")
 
 
+def check_freeze(
+    folder: Path, patterns: Sequence[str], remade: Callable[[PreTrainedModel], Any] = lambda model: model
+) -> None:
+    """Check `freeze` by the names of the weights of the model in `folder`; none are read.
+
+    Args:
+        remade: as for `build_model`.
+
+    Raises:
+        UsageError: as `freeze` does.
+    """
+    freeze(remade(_outline(load_config(folder))), patterns)
+
+
 def _outline(config: PreTrainedConfig) -> PreTrainedModel:
     """The model in training mode, its weights on the meta device, its buffers with their values.
 
