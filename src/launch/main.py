@@ -126,6 +126,11 @@ def diagnose() -> int:
     return _look("diagnose")
 
 
+def report() -> int:
+    """`report RUN`: a run as one HTML file that needs nothing else."""
+    return _look("report")
+
+
 def _look(name: str) -> int:
     """A command that only reads run directories."""
 

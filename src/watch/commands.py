@@ -288,3 +288,26 @@ def _follow(view: RunView, name: str) -> int:
             print(f"{name}: {shown.state} at step {shown.step}", flush=True)
             return 0
         _wait(shown)
+
+
+def report() -> int:
+    """`report RUN`: a run as one HTML file, and its curves as PNG files."""
+    parser = argparse.ArgumentParser(
+        prog="report",
+        description="Write a run as one HTML file that needs nothing else: what is wrong, curves, time, "
+        "checkpoints, evaluations and answers.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the file (default: NAME.html, here)")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also each curve as a PNG file, there")
+    arguments = parser.parse_args(sys.argv[1:])
+    view, name = _view(arguments.run), str(arguments.run)
+    target = arguments.out or Path(f"{view.run.path.name}.html")
+    from cairn.watch import report as pages
+
+    write_atomic(target, pages.report(view, name).encode())
+    print(target)
+    if arguments.png is not None:
+        for path in pages.draw_pngs(overview(view, here=name, rules=()).curves, arguments.png):
+            print(path)
+    return 0

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from fcntl import ioctl
+from html.parser import HTMLParser
 from pathlib import Path
 from termios import TIOCSWINSZ
 from typing import Any
@@ -29,6 +30,7 @@ from cairn.run.view import RunView
 from cairn.watch.commands import find_runs
 from cairn.watch.goodput import sentence, time_account
 from cairn.watch.overview import Curve, overview
+from cairn.watch.report import thin
 from cairn.watch.terminal import BLOCKS, spark
 
 HEALTHY = {"grad_norm": 0.3, "learned_tokens": 400, "reward/mean": 0.4, "time/step": 2.0, "time/wait": 0.5}
@@ -313,3 +315,41 @@ def test_the_account_is_in_money_if_an_hour_has_a_price(tmp_path: Path, said: Ca
     assert re.search(r"computed +8 s +\d+% +0.01 +steps that count", out)
     code, _, err = said("diagnose", run.path, "--price", "cheap")
     assert (code, "'cheap' is not a price" in err) == (2, True)
+
+
+def test_a_report_is_one_file_that_loads_nothing_and_runs_nothing(tmp_path: Path, said: Callable):
+    """Whatever stands in the run: text is escaped, and there is neither a script nor an address."""
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    run = make(tmp_path / "run", **FLAT, **{f"eval/{evil}/reward": 0.5})
+    write_json(run.config, {"max_steps": 10, "name": evil})
+    run.evals.append({"step": 2, "name": evil, "reward": 0.25})
+    path = tmp_path / "out.html"
+    code, out, _ = said("report", run.path, "--out", path, "--png", tmp_path / "png")
+    assert code == 0
+    assert out.splitlines()[0] == str(path)
+    page = path.read_text()
+    assert "32 of 32 prompts taught nothing" in page
+    assert "<svg" in page
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert not re.search(r"@import|url\(", page)
+    tags = list[tuple[str, str]]()
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.extend((tag, name) for name, _ in [*attrs, ("", None)])
+
+    Tags().feed(page)
+    assert {"svg", "table", "details"} <= {tag for tag, _ in tags}
+    assert not {tag for tag, _ in tags} & {"script", "img", "link", "iframe", "a"}
+    assert not [name for _, name in tags if name in ("src", "href") or name.startswith("on")]
+    assert [file.name for file in sorted((tmp_path / "png").iterdir())][-1] == "reward_mean.png"
+    assert (tmp_path / "png" / "reward_mean.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_curve_is_thinned_to_means():
+    points = thin([(step, float(step % 2)) for step in range(10_000)], 100)
+    assert len(points) == 100
+    assert {round(value, 6) for _, value in points} == {0.5}
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
