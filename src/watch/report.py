@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.step_folder import StepFolders
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
