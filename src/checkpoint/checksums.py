@@ -167,6 +167,11 @@ def chunk_crc(path: Path, chunk: int) -> int:
     return crc
 
 
+# Receipts: a process's list of the files that it wrote for a step, kept until the step is committed. A
+# receipt is the file `.<name>.part.json` in the step's folder. It names its author (a start of the trainer,
+# or an attempt of the run) and the author's contributions to the checksums of each file.
+
+
 class _Written(TypedDict):
     """One file: its size, the number of bytes that the process wrote, and their (chunk, CRC) pairs."""
 

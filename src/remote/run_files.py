@@ -20,6 +20,8 @@ from cairn.remote.client.objects import Objects
 from cairn.run.files import parse_json
 from cairn.run.object_store import RemoteError
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "run"
 EARLIER = f"{FOLDER}/earlier"
 SUMS = f"{FOLDER}/sums.json"
@@ -146,8 +148,6 @@ def begins_with(content: bytes, found: str) -> bool:
     size = int(found.partition(" ")[0])
     return len(content) >= size and sum_of(content[:size]) == found
 
-
-logger = logging.getLogger(__name__)
 
 # What lists of steps show of each, in one object, so that many steps are listed with few requests.
 # It is derived from the manifests. A row has the ETag of the object with the manifest that it was made of and

@@ -323,6 +323,11 @@ def _what_to_do(error: BaseException) -> str:
     )
 
 
+# Whether a run that must end soon still saves its newest step, and what becomes of its uploads. A save that
+# does not end in time is worth nothing, and takes the disk and the network from an upload that would have
+# ended. So both are compared with how long the newest ones took.
+
+
 @dataclass(frozen=True)
 class Newest:
     """The newest step that is saved.

@@ -294,6 +294,13 @@ def _count_before(ranges: Sequence[Range], item: int) -> int:
     return sum(min(max(item - first, 0), count) for first, count in ranges)
 
 
+# Tensors that are cut into very many short ranges are redistributed, so that they are written and read by
+# rows. If each rank holds a few columns of a matrix, every row is a range of its own: a system call and a
+# checksum for every few bytes, and a list as long as the matrix. For such tensors the ranks exchange values
+# so that each holds whole rows, which are one range. This takes memory for a second copy of those shards
+# until they are copied, and communication on the calling thread. Shards on dimension 0 never need it.
+
+
 FEW_RANGES = 1024
 """A tensor with at most this many ranges is never exchanged."""
 SHORT_BYTES = 16 << 10

@@ -37,6 +37,9 @@ from cairn.model.architectures import Architecture, ModelTensor, Sizes, architec
 from cairn.model.untrusted_config import load_config
 from cairn.run.errors import UsageError
 
+# What a checkpoint holds beside tensors: iteration, groups of the optimiser, and arguments.
+
+
 FILE = "common.pt"
 """The file of megatron-core before 0.19."""
 KEY = "common_state/shard_0_1"
@@ -154,6 +157,9 @@ def _optimizers(value: object) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _optimizers(inner)
+
+
+# The checkpoint.
 
 
 MASTERS = ("param", "fp32_param")

@@ -103,6 +103,9 @@ class UploadBody:
             self.on_bytes(len(data))
 
 
+# What a process that was killed has uploaded already.
+
+
 SYNC_SECONDS = 5.0
 """How much of the newest notes a power cut may take; what they list is then sent again."""
 
