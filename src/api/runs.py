@@ -10,6 +10,8 @@ from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.view import RunSnapshot, RunView, State
+from cairn.watch.goodput import TimeAccount, time_account
+from cairn.watch.overview import Overview, overview
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,6 +95,17 @@ class Run:
     def snapshot(self) -> RunSnapshot:
         """The state of the run at this moment: roles, heartbeats, events, costs and more."""
         return self._view.snapshot()
+
+    def overview(self) -> Overview:
+        """What `watch` shows: step, pace, time left, curves, roles, newest checkpoint, and `findings`.
+
+        `findings` is what `diagnose` says, each with `what` is wrong and `advice`.
+        """
+        return overview(self._view)
+
+    def time_account(self) -> TimeAccount:
+        """What became of every second of the run: `seconds` by kind, `idle` ones, and `ettr`."""
+        return time_account(self._view.metrics(), self._view.history(), self._view.costs())
 
     @property
     def state(self) -> State:

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cairn
 from cairn.launch import main
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
@@ -353,3 +354,17 @@ def test_a_long_curve_is_thinned_to_means():
     assert len(points) == 100
     assert {round(value, 6) for _, value in points} == {0.5}
     assert [step for step, _ in points] == sorted(step for step, _ in points)
+
+
+def test_python_gets_the_numbers_that_are_shown(tmp_path: Path, said: Callable):
+    """To the digit: the API, the lists of commands and the account are one value."""
+    run = make(tmp_path / "run", **FLAT, **{"run/wall_seconds": 30.0})
+    shown, account = cairn.Run(run.path).overview(), cairn.Run(run.path).time_account()
+    (listed,) = json.loads(said("runs", tmp_path, "--json")[1])
+    diagnosed = json.loads(said("diagnose", run.path, "--json")[1])
+    assert (
+        [curve["newest"] for curve in listed["curves"]] == [curve.newest for curve in shown.curves] == [0.4]
+    )
+    assert (listed["pace"], listed["step"]) == (shown.pace, shown.step)
+    assert [one["rule"] for one in diagnosed["findings"]] == [one.rule for one in shown.findings]
+    assert diagnosed["time"]["seconds"]["computed"] == account.seconds["computed"] == 8.0
