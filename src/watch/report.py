@@ -5,7 +5,6 @@ run is escaped.
 """
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,8 @@ MARGIN = 72
 """Pixels left of a curve and below it, for its scales."""
 MOST_POINTS = 400
 """Points of a curve that are drawn; of more, each is the mean of its neighbours."""
+LARGEST = 1e300
+"""Values from here on, infinity and NaN are left out of a curve, since it could not be drawn with them."""
 ANSWERS = 3
 """Best, worst and failed answers that are shown, of each kind."""
 LONGEST = 4000
@@ -122,7 +123,7 @@ def _curves(curves: Sequence[Curve]) -> Iterator[str]:
 
 def draw(curve: Curve) -> str:
     """A curve as SVG; empty if it has fewer than two points."""
-    points = thin([(step, value) for step, value in curve.points if math.isfinite(value)], MOST_POINTS)
+    points = thin([(step, value) for step, value in curve.points if abs(value) < LARGEST], MOST_POINTS)
     if len(points) < 2:
         return ""
     low, high = min(value for _, value in points), max(value for _, value in points)

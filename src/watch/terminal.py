@@ -50,7 +50,10 @@ def spark(curve: Curve, width: int, *, plain: bool = False) -> str:
         return f"{values[0]:.4g} -> {values[-1]:.4g}"
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
-    means = [sum(values[first:last]) / (last - first) for first, last in pairwise(bounds)]
+    # Halves, so that neither sums nor differences of very large values overflow.
+    means = [
+        sum(value / 2 / (last - first) for value in values[first:last]) for first, last in pairwise(bounds)
+    ]
     low, high = min(means), max(means)
     if not high > low:
         return BLOCKS[3] * count

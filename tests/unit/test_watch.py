@@ -17,7 +17,7 @@ from termios import TIOCSWINSZ
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cairn
@@ -237,6 +237,7 @@ def test_lengths_of_time(seconds: float, text: str):
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 60))
+@example([1.7e308, 1.7e308, -1.7e308, 0.0], 2)
 def test_a_curve_of_any_values_fits(values: list[float], width: int):
     text = spark(Curve("a", "a", list(enumerate(values))), width)
     assert len(text) <= width
