@@ -2,7 +2,7 @@
 
 The loss knows one sampling distribution: the run's. A request that wants another one, or an answer in a form
 that would need another one, is refused with its reason unless the settings say that the field be ignored, or
-that the form be checked afterwards (`structured`). All reasons to refuse a request are told at once.
+that the form be checked afterwards (`structured`). An error names all reasons to refuse a request at once.
 """
 
 import json
@@ -71,7 +71,7 @@ NO_GRAMMAR = (
 
 
 class UnanswerableRequest(Exception):
-    """A request that can't be answered; the arguments are those of an error of OpenAI's API.
+    """A request that can't be answered; the arguments are the fields of an error of OpenAI's API.
 
     status: of HTTP. param: the field that is to blame, if one is. code: for programs. ignorable: whether the
     settings may have the field ignored, which the message then says.
@@ -95,11 +95,11 @@ class UnanswerableRequest(Exception):
         """One error for all that is wrong with a request."""
         if len(refusals) == 1:
             return refusals[0]
-        told = [f"({number}) {one.reason}" for number, one in enumerate(refusals, 1)]
+        reasons = [f"({number}) {one.reason}" for number, one in enumerate(refusals, 1)]
         names = [one.param for one in refusals if one.ignorable]
         statuses = {one.status for one in refusals}
         return cls(
-            "; ".join((*told, *([_hint(names)] if names else []))),
+            "; ".join((*reasons, *([_hint(names)] if names else []))),
             statuses.pop() if len(statuses) == 1 else 400,
             refusals[0].param,
             refusals[0].code,
@@ -200,7 +200,7 @@ class Fields:
         """The request, if nothing about it is refused.
 
         Raises:
-            UnanswerableRequest: something is; the message tells all of it.
+            UnanswerableRequest: something is; the message names all of it.
         """
         if self._refusals:
             raise UnanswerableRequest.together(self._refusals)
@@ -275,8 +275,8 @@ class Rules:
         asked = {"tool_choice": choice, "parallel_tool_calls": parallel, name: text}
 
         def refuse(field: str, why: str) -> NoReturn:
-            told = f"{field} = {shown(asked.get(field))}: {why}"
-            raise UnanswerableRequest(told, 400, field, "unsupported_value", ignorable=field in asked)
+            message = f"{field} = {shown(asked.get(field))}: {why}"
+            raise UnanswerableRequest(message, 400, field, "unsupported_value", ignorable=field in asked)
 
         try:
             form = form_of(tools, choice, parallel=parallel, text=text, name=name)

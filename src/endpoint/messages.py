@@ -178,7 +178,7 @@ def _said(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _told(
     role: str, blocks: Sequence[Mapping[str, Any]], called: Mapping[str, str], where: str
 ) -> list[dict[str, Any]]:
-    """The messages of what the model is told: texts beside each other are one."""
+    """The messages that the model reads: texts beside each other are one."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "tool_result":

@@ -285,5 +285,5 @@ async def _write(
 def _error(request: web.Request, refused: UnanswerableRequest) -> web.Response:
     of_messages = "anthropic-version" in request.headers or request.path in ("/v1/messages", COUNT)
     body = messages.error(refused) if of_messages else refused.body
-    # Clients of both APIs try again after errors of servers unless they are told not to.
+    # Clients of both APIs try again after errors of servers unless the header says not to.
     return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

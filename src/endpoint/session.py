@@ -56,7 +56,7 @@ class ChatModel(Protocol):
             tools: JSON schemas of the functions that the model may call.
             max_tokens: maximum length of the answer, below `sampling.max_tokens`.
             stop_token_ids: further tokens that end the answer.
-            stop: one text or several that end the answer, beside those of `sampling.stop`.
+            stop: one text or several that end the answer, beside the stop strings in `sampling.stop`.
         """
         ...
 

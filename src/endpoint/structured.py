@@ -1,4 +1,4 @@
-"""Answers that a request wants in a form: with a call, with that of one function, or as JSON of a schema.
+"""Answers that a request wants in a form: with any call, with a call of one function, or as JSON of a schema.
 
 Servers keep to such a form by masking what would leave it, in which case the samples come from another
 distribution than the loss computes. Here the model answers freely, and its answer is checked afterwards.
@@ -14,7 +14,7 @@ FREE = (None, "auto", {"type": "auto"}, "none", {"type": "none"})
 ANY_CALL = ("required", "any", {"type": "required"}, {"type": "any"})
 """Those that want a call."""
 MESSAGE = 200
-"""Characters of what a schema says about an answer that are told."""
+"""Characters of what a schema says about an answer that an error quotes."""
 
 
 class BadForm(ValueError):

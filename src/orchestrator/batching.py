@@ -293,7 +293,7 @@ class BatchMaker:
     def _samples(self, groups: list[AnswerGroup]) -> list[list[Sample]]:
         """The training samples of each group of a batch, none of whose answers has failed.
 
-        Advantages that look at a whole batch look at that of each environment.
+        Advantages that look at a whole batch look at each environment's groups of it.
         """
         found: list[list[Sample]] = [[] for _ in groups]
         for number, source in enumerate(self.state.sources):

@@ -88,7 +88,7 @@ def orchestrator_recipe(
 
     Args:
         environments: all of the run, in order.
-        evaluated: those of its evaluations, by name.
+        evaluated: the environments of its evaluations, by name.
 
     Returns:
         `settings`; `free`, which settings were left out; `environment`, the identity; and `evaluations`, the
@@ -167,7 +167,7 @@ def _as_compared(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
-    """How the orchestrator's recipe differs from that of a checkpoint.
+    """How the orchestrator's recipe differs from a checkpoint's recipe.
 
     Checkpoints of older versions contain only the environment's settings and its number of problems.
     """

@@ -222,7 +222,7 @@ class Evaluation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# What is told of the answers
+# The results of an evaluation
 
 
 def results(groups: Sequence[AnswerGroup], config: EvalConfig) -> dict[str, Any]:

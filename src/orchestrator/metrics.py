@@ -101,7 +101,7 @@ def advantage_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 def rollout_counts(groups: list[AnswerGroup]) -> dict[str, float]:
     """How many rollouts there are, how many of them have failed, and how often one has diverged.
 
-    Failed are all without a reward; unscored, of these, those of which the environment has nothing to say.
+    A rollout without a reward has failed; it is unscored if the environment has returned None for it.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {

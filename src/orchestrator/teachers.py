@@ -19,7 +19,7 @@ from cairn.run.errors import UsageError
 AT_A_TIME = 64
 """Samples that a server scores at the same time; it queues more than it has room for."""
 PROBE = 'The quick brown fox: 0123456789, "x_1 = {a+b}"\n\tdéjà vu, Привет, 你好 👋'
-"""A text by whose tokens vocabularies are told apart."""
+"""Text whose tokens show whether two vocabularies are the same."""
 
 
 class ServedTeachers:

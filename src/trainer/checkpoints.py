@@ -74,7 +74,7 @@ class Checkpoints:
         raise AssertionError("a run without checkpoints saves nothing")
 
     def wait(self) -> None:
-        """Wait for the save in progress; `check` tells of it.
+        """Wait for the save in progress; `check` returns it.
 
         Raises:
             CheckpointError: it failed.

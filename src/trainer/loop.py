@@ -283,7 +283,7 @@ class Prefetch(Generic[T]):
         self._made = self._pool.submit(make, first)
 
     def get(self, step: int) -> T:
-        """What was made for `step`, which is one after that of the last call.
+        """What was made for `step`, which is one after the step of the last call.
 
         Raises:
             Exception: what making it raised.

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 ROW_TOKENS = 64
 """Length of rows whose samples are all shorter, unless seq_len is less."""
 Arrange = Callable[[list[list[int]], int], list[list[list[int]]]]
-"""Blocks of rows from the lengths of each unit's samples and that of a row.
+"""Blocks of rows from the lengths of each unit's samples and the length of a row.
 
 A block is a list of rows, and a row a list of samples, by their numbers. Numbers count through all units. All
 samples of a unit are in one block, and a block's rows stay together.
@@ -103,7 +103,7 @@ class BatchCounts:
 
     samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
     than a row; unlearned: samples of which nothing is learned; records: units of samples that stay together.
-    computed: tokens that go through the model, with padding. lost: tokens to learn that were cut away.
+    computed: tokens that go through the model, with padding. lost: tokens to learn that were cut off.
     """
 
     samples: int

@@ -22,7 +22,7 @@ class TrainingDiverged(CairnError):
 class SpikeStatistics:
     """What the guard knows: running means of applied updates, how many these are, and what was skipped.
 
-    skipped: since the run's start. in_a_row: those of them after which none was applied.
+    skipped: since the run's start. in_a_row: skipped ones since the last applied one.
     """
 
     grad_norm: float = 0.0

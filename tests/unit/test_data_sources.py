@@ -213,7 +213,7 @@ def test_what_becomes_of_records_that_are_too_long(
         return
     with caplog.at_level(logging.INFO):
         batch = data.next_batch(1)
-        data.tell()
+        data.log_fates()
     found = [len(sample.token_ids) for sample in batch.samples]
     assert found == {"cut": [6, 33, 7, 8], "drop": [6, 7, 8, 6]}[too_long]
     assert data.position == {"cut": 4, "drop": 6}[too_long]

@@ -46,7 +46,7 @@ def test_records_that_the_template_refuses_are_left_out_and_named(
     data.check_start()
     with caplog.at_level(logging.INFO):
         batches = [data.next_batch(step) for step in (1, 2)]
-        data.tell()
+        data.log_fates()
     texts = [data.tokenizer.decode(s.token_ids[s.loss_mask])[0] for batch in batches for s in batch.samples]
     assert "".join(texts) == "012301"
     assert [batch.metrics.get("unreadable_records") for batch in batches] == [2, 1]

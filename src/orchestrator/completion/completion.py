@@ -31,7 +31,7 @@ LONGEST_PAUSE = 60.0
 SAID_IN_FULL, SAID_AGAIN = 3, (10, 100, 1_000, 10_000, 100_000)
 """How often a reason of one kind is logged in full, and with which further ones it is mentioned."""
 MOST_KINDS = 1000
-"""Kinds of reasons that are told apart."""
+"""Kinds of reasons that are counted separately."""
 SHOWN_REASON = 200
 """Characters of a reason that a display has room for."""
 

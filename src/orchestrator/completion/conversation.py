@@ -167,7 +167,7 @@ class Conversation:
     arguments of tool calls may be written with other white space; reasoning must be handed back. If a second
     conversation goes on at the same answer, it gets a branch of its own that begins with the same tokens.
 
-    It holds the tokens of the last context only. Those of other branches are asked for again.
+    Only the tokens of the last context are kept in memory. The ledger is asked for other branches' tokens.
 
     Args:
         recorded: the tokens of a branch, given its number: each context that was taken further, and its

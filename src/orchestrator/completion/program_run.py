@@ -156,7 +156,7 @@ class ProgramRun:
                 f"{blocked}"
             ) from None
         except Raised as raised:
-            environment.calls.told(whose, raised.error)
+            environment.calls.log_exception(whose, raised.error)
             if isinstance(raised.error, EnvironmentFailed):
                 raise raised.error.of(whose) from raised.error
             raise failed(whose, raised.error) from raised.error
@@ -412,7 +412,7 @@ class ProgramRun:
         fault_point("orchestrator.turn")
 
     async def in_thread(self, call: Callable[[], Any], number: int | None = None) -> Any:
-        """The result of a function that a program gives; `number` is that of the call to record it as."""
+        """The result of a function that a program gives; `number`: the call that it will be recorded as."""
         self._check_going_on()
         if number is not None:
             self._diverge_at(number)

@@ -75,8 +75,8 @@ class Agent:
         command: the agent's program and its arguments, in which {problem}, {folder}, {base_url}, {model} and
             {python} stand for values. Files are looked for in the folder that the run was started in.
         data: as of the environment dataset: a file, a folder, or a name on the hub.
-        reward: exit_code; file, which the agent writes; or module:function, which is called with those of
-            problem (the record), messages, exit_code, folder and output that it has as arguments.
+        reward: exit_code; file, which the agent writes; or module:function, which is called with the
+            arguments that it has of problem (the record), messages, exit_code, folder and output.
         split: of the data set, or a slice of it such as train[:1000].
         csv_numbers: columns of CSV files that are numbers, or true and false; all others are text.
         exit_codes: with which an agent has done its work; any other end is a failure. Default: 0, and for
@@ -212,8 +212,9 @@ class AgentPrograms(Programs):
     async def rollout(self, problem: int, model: Model) -> Rewards:
         """Let an agent work on a problem, and ask for its reward.
 
-        What the reward is told of the agent's end is recorded. So where only the reward has failed, it is
-        asked again without the agent, unless it wants the folder and another process has made that.
+        What the reward function is given about the agent's end is recorded. So where only the reward has
+        failed, it is asked again without the agent, unless it wants the folder and another process has made
+        that.
 
         Raises:
             EnvironmentFailed: the agent died, took too long, or its reward is none.
@@ -238,7 +239,7 @@ class AgentPrograms(Programs):
         await asyncio.shield(asyncio.to_thread(_remove, self._folder / name))
 
     async def _to_end(self, problem: int, model: Model, name: str) -> dict[str, Any]:
-        """What the reward is told of an agent that has done its work, as it is recorded."""
+        """What the reward function is given about an agent that has done its work, as it is recorded."""
         environment = self.environment
         folder = await asyncio.to_thread(self._make_folder, name, environment.record(problem))
         ended, messages, misfits = await self._work(problem, model, folder)
@@ -255,11 +256,13 @@ class AgentPrograms(Programs):
             )
         if environment.reward is file:
             _recorded(await asyncio.to_thread(file, folder))  # without it, the agent has not done its work
-        told = {"exit_code": ended.code, "output": ended.output, "messages": messages}
+        offered = {"exit_code": ended.code, "output": ended.output, "messages": messages}
         checked = {MISFITS: len(misfits)} if environment.structured == "check" else {}
 
         async def end() -> dict[str, Any]:
-            return {name: value for name, value in told.items() if name in environment.reward_names} | checked
+            return {
+                name: value for name, value in offered.items() if name in environment.reward_names
+            } | checked
 
         return await model.once("end", end)
 

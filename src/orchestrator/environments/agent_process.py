@@ -85,8 +85,8 @@ async def run_agent(
     Args:
         environment: all of its variables.
         folder: where it works.
-        limit: seconds that it may take, without those of `waited()`.
-        log: is told of every end.
+        limit: seconds that it may take; the seconds that `waited()` returns don't count.
+        log: called with every end.
 
     Raises:
         TimeoutError: it took longer.

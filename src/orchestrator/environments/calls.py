@@ -27,7 +27,7 @@ LOGGED_AGAIN = (10, 100, 1_000, 10_000, 100_000)
 LONGEST_TRACE = 16_000
 """Characters of a traceback in the log."""
 MOST_KINDS = 1000
-"""Exceptions that are told apart; those of further kinds are logged in one line each."""
+"""Kinds of exceptions that are counted separately; one of a further kind is logged in one line."""
 
 
 Job = tuple[Callable[[], Any], Future[Any], int | None]
@@ -115,10 +115,10 @@ class Calls:
         )
 
     def _raised(self, what: str, error: BaseException, about: str) -> EnvironmentFailed:
-        self.told(f"{self.whose}: {what}", error)
+        self.log_exception(f"{self.whose}: {what}", error)
         return failed(f"{self.whose}: {what}", error, about)
 
-    def told(self, whose: str, error: BaseException) -> None:
+    def log_exception(self, whose: str, error: BaseException) -> None:
         """Log an exception of the user's code: with its traceback the first time, then how often it came."""
         kind = f"{type(error).__name__} at {place_of(error)}"
         if kind not in self._raised_at and len(self._raised_at) >= MOST_KINDS:

@@ -1,4 +1,4 @@
-"""Gymnasium environments as worlds: what they show is told to the model, and its answer is the action.
+"""Gymnasium environments as worlds: the model reads what they show, and its answer is the action.
 
 Nothing is imported for that: any object with Gymnasium's `reset`, `step` and `close` will do.
 """
@@ -36,11 +36,11 @@ class GymnasiumWorlds:
         actions: a word for each of the environment's actions, which are numbers, in their order. The last of
             these words in an answer, in whatever case, is the action. Without it, the answer is the action,
             less the white space around it.
-        render: tell the model what `render` returns instead of the observation, for environments that draw
+        render: show the model what `render` returns instead of the observation, for environments that draw
             themselves as text (`render_mode="ansi"`); what is coloured is put in brackets.
         system: a system prompt.
         max_turns: maximum number of answers of a rollout.
-        invalid: reward of an answer that is no action; the model is told so, and the environment stays as it
+        invalid: reward of an answer that is no action; the model reads so, and the environment stays as it
             is.
 
     Raises:
@@ -82,7 +82,7 @@ class GymnasiumWorlds:
         return [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def start(self, problem: int, seed: int) -> tuple[Any, str]:
-        """A new environment, reset with the problem's seed: that of the rollout is for nothing."""
+        """A new environment, reset with the problem's seed; the rollout's seed is not used."""
         world = self._maker(**self._args)
         found = world.reset(seed=derive(self._seed, "gymnasium", problem) % 2**31)
         if not isinstance(found, tuple) or len(found) != 2:

@@ -232,7 +232,7 @@ class OpenEnv:
         url: of the server, such as http://127.0.0.1:8000.
         action: what a step sends: a table with the model's answer in place of "{answer}". A value that is
             exactly "{answer:int}", "{answer:float}" or "{answer:json}" is the answer read as such.
-        observation: what the model is told: text with fields of the observation in braces, such as "{board}".
+        observation: what the model reads: text with fields of the observation in braces, such as "{board}".
             Without it, the whole observation as JSON.
         problems: number of problems.
         seed: from which the problems' seeds are derived.
@@ -240,8 +240,8 @@ class OpenEnv:
         system: a system prompt.
         tag: of an answer, take what is between <tag> and </tag>, the last such pair.
         reset: further data of each reset.
-        tell_errors: tell the model of an error that its action leads to (VALIDATION_ERROR, EXECUTION_ERROR);
-            otherwise that fails the rollout. Of answers that can't be read it is always told.
+        tell_errors: show the model an error that its action leads to (VALIDATION_ERROR, EXECUTION_ERROR);
+            otherwise that fails the rollout. An answer that can't be read is always answered with the error.
         connect_timeout: seconds for one try to connect.
         message_timeout: seconds for a reset or a step.
         wait: seconds to try again while the server has no free session, or does not answer.

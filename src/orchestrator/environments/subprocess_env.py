@@ -309,7 +309,7 @@ class SubprocessWorld(SubprocessEnvironment):
         return observation, reward_of(reward), done
 
     async def close(self, world: World) -> None:
-        """Close a world; that of a process which has ended is gone."""
+        """Close a world, unless its process has ended."""
         if not world.process.dead:
             await world.do("close")
 

@@ -1,4 +1,4 @@
-"""What the model is told of a function that it may call: a JSON schema, which the check of its calls obeys.
+"""The JSON schema of a function that the model may call; its calls are checked by the same schema.
 
 The types are pydantic's reading of the signature, by which the arguments of a call are checked as well, so
 both know the same enums, models and bounds. The docstring gives the descriptions only. Where transformers'
@@ -27,7 +27,7 @@ Schema = dict[str, Any]
 
 
 class _Quiet(GenerateJsonSchema):
-    """Says nothing of defaults that JSON has not, which the model is not told."""
+    """Says nothing of defaults that JSON has not, which the model does not see."""
 
     ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}
 
@@ -77,12 +77,12 @@ def tool_schema(function: Callable[..., Any]) -> Schema:
         there = {key: value for key, value in there.items() if key not in left_out}
         schema = there if _same(there, ours[one.name]) else ours[one.name]
         properties[one.name] = {**schema, **choices, "description": text}
-    told: Schema = {"type": "object", "properties": properties}
+    accepted: Schema = {"type": "object", "properties": properties}
     if needed := [one.name for one in parameters if one.default is one.empty]:
-        told["required"] = needed
+        accepted["required"] = needed
     if definitions:
-        told["$defs"] = definitions
-    whole: Schema = {"name": name, "description": description, "parameters": told}
+        accepted["$defs"] = definitions
+    whole: Schema = {"name": name, "description": description, "parameters": accepted}
     result = _result(function, known.get("return"))
     if result is not None:
         whole["return"] = result | ({} if about_result is None else {"description": about_result})
@@ -192,14 +192,14 @@ def _in_order(schema: Any) -> Any:
 
 
 def _as_transformers_says(function: Callable[..., Any]) -> Schema:
-    """The properties in transformers' schema of the function, with that of the result as `return`."""
+    """The properties in transformers' schema of the function, with the result's schema as `return`."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        told = get_json_schema(function)["function"]
-    except Exception:  # it knows fewer types, and what is wrong otherwise is told here
+        found = get_json_schema(function)["function"]
+    except Exception:  # it knows fewer types, and whatever else is wrong is reported here
         return {}
-    return {**told["parameters"]["properties"], **({"return": told["return"]} if "return" in told else {})}
+    return {**found["parameters"]["properties"], **({"return": found["return"]} if "return" in found else {})}
 
 
 def _result(function: Callable[..., Any], known: Schema | None) -> Schema | None:

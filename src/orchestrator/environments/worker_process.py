@@ -35,7 +35,7 @@ Asks = Callable[[dict[str, Any]], None]
 class Request:
     """What a process was asked and has not answered yet.
 
-    loop, asks: what hears of a rollout's messages, and on which event loop.
+    loop, asks: what is called with a rollout's messages, and on which event loop.
     """
 
     result: Future[Any] = field(default_factory=Future[Any])

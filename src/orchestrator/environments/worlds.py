@@ -34,7 +34,7 @@ from cairn.run.output import writable
 logger = logging.getLogger(__name__)
 
 Observation = str | Sequence[Mapping[str, Any]]
-"""What the model is told: text, which becomes a user's message, or messages."""
+"""What the model reads: text, which becomes a user's message, or messages."""
 
 
 class WorldEnvironment(Protocol):
@@ -194,7 +194,7 @@ class _World:
         if close and self._made:
             self._made = False
             try:
-                await self._call("close", close, _as_it_is, self._world)
+                await self._call("close", close, _unchanged, self._world)
             except EnvironmentFailed as error:
                 logger.warning("%s: a world of problem %d: %s", self._calls.whose, self._problem, error)
 
@@ -247,7 +247,7 @@ class _World:
         return await self._call(name, self._environment.step, _stepped, self._world, answer)
 
     async def _save(self) -> Any:
-        return await self._call("snapshot", self._environment.snapshot, _as_it_is, self._world)
+        return await self._call("snapshot", self._environment.snapshot, _unchanged, self._world)
 
     def _started(self, found: Any) -> dict[str, Any]:
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -296,7 +296,7 @@ def _method(environment: Any, name: str) -> Callable[..., Any] | None:
     return getattr(environment, name, None)
 
 
-def _as_it_is(found: Any) -> Any:
+def _unchanged(found: Any) -> Any:
     return found
 
 

@@ -232,7 +232,7 @@ class Ledger:
         return Counter(dict(self._database.execute(query, (step, reason)).fetchall()))
 
     def sample_at(self, temperature: float, step: int) -> list[AnswerGroup]:
-        """Record the temperature from now on; `step` is that of the next batch.
+        """Record the temperature from now on; `step`: the next batch.
 
         A batch has one temperature, so waiting prompts with answers at another one are dropped. Returns the
         dropped prompts.

@@ -58,9 +58,9 @@ class TakingTurns(Sharing):
     def wants(self, step: int, *, last: bool = False) -> bool:
         """Whether prompts will be sampled from the policy of `step`: no later batch is shipped.
 
-        Also if it is to be evaluated and the trainer has not been told to go on from it: the orchestrator may
-        have died in the evaluation, in which it had shipped the next batch. None are sampled from the last
-        policy, for which servers are woken only if it is to be evaluated.
+        Also if it is to be evaluated and the note does not let the trainer go on from it: the orchestrator
+        may have died in the evaluation, in which it had shipped the next batch. None are sampled from the
+        last policy, for which servers are woken only if it is to be evaluated.
         """
         if last or step >= self.state.shipped.newest.step:
             return not last
@@ -73,7 +73,7 @@ class TakingTurns(Sharing):
     async def hand_over(self) -> None:
         """If the trainer has not announced the policy of the newest batch, have all servers sleep and say so.
 
-        It is told to stop at a policy that is to be evaluated, also if there are batches beyond it.
+        The note has it stop at a policy that is to be evaluated, also if there are batches beyond it.
 
         Raises:
             ServerUnavailable: a server does not sleep.
@@ -87,7 +87,7 @@ class TakingTurns(Sharing):
                 self._versions.hand_over(self.state.attempt, until)
 
     def _until(self) -> int | None:
-        """The step that the trainer is to be told to go on to; None if it knows, or has no batch."""
+        """The step that the note is to name as the trainer's last; None if it does, or there is no batch."""
         newest, announced = self.state.shipped.newest.step, self._announced()
         if newest <= announced:
             return None

@@ -12,7 +12,7 @@ from cairn.run.errors import UsageError
 
 
 def context_by(model: Path) -> int | None:
-    """The largest context of a model, by its config.json: that of a server which is told none."""
+    """The largest context of a model, by its config.json: a server's default."""
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):

@@ -20,7 +20,7 @@ class Overlong:
         return group
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether nothing is learned from the answer, though its reward counts for those of its group."""
+        """Whether nothing is learned from the answer, though its reward counts for its group's advantages."""
         return False
 
 

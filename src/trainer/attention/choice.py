@@ -46,7 +46,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 class Attention:
     """The attention of a model's layers; transformers knows it by `name`.
 
-    windows: those of the layers, None for layers that see all tokens before.
+    windows: of each layer; None for a layer that sees all tokens before.
     """
 
     kind: Kind
@@ -173,7 +173,7 @@ def caps_attention(model: PreTrainedModel) -> bool:
 
 
 def _head_sizes(model: PreTrainedModel) -> list[int]:
-    """Of queries and values, as far as the configuration tells; the kernels' own checks find the rest."""
+    """Of queries and values, as far as the configuration says; the kernels' own checks find the rest."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     sizes = [

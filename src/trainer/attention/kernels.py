@@ -118,7 +118,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def grouped_heads(attention: Callable[..., Any]) -> dict[str, Any]:
-    """What tells a `varlen_attn` that keys have fewer heads; torch 2.11 takes them without a word."""
+    """The argument of `varlen_attn` for keys with fewer heads; torch 2.11 takes them without it."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 

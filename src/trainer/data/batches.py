@@ -99,7 +99,7 @@ class SFTData:
         A resumed run checks the same records, so that a run that could begin can also go on.
 
         Raises:
-            UsageError: nothing can be learned from any of those of a data set; or one can't be trained on.
+            UsageError: nothing can be learned from any of a data set's records; or one can't be trained on.
         """
         for label, source in self.sources.items():
             taken = self._order.first(label, max(self.config.batch_size, FIRST_RECORDS))
@@ -150,7 +150,7 @@ class SFTData:
         metrics = {**self._order.epochs(), **found}
         return Batch(batch, metrics, sampling=FROM_TEXT)
 
-    def tell(self) -> None:
+    def log_fates(self) -> None:
         """Log what became of the records that this process has taken."""
         fates = ", ".join(f"{count} {what}" for what, count in sorted(self._fates.items()) if what != "taken")
         if fates:
@@ -218,17 +218,17 @@ class SFTData:
         if not samples:
             counts["dropped_records"] += 1
             counts["unreadable_records"] += 1
-            self._tell_of("dropped as unreadable", one, f"dropped: {self._refused[one]}")
+            self._log_fate("dropped as unreadable", one, f"dropped: {self._refused[one]}")
             return 0
         learned = sum(int(sample.loss_mask[1 : self.row_length].sum()) for sample in kept)
         cut = sum(len(sample.token_ids) > (self.row_length or len(sample.token_ids)) for sample in kept)
         unlearned = [sample for sample in kept if not self._teaches(sample)]
-        away = sum(bool(sample.loss_mask[1:].any()) for sample in unlearned)
+        cut_off = sum(bool(sample.loss_mask[1:].any()) for sample in unlearned)
         counts["dropped_records"] += not kept
         counts["dropped_samples"] += len(samples) - len(kept) if kept else 0
         counts["records_by_turn"] += len(samples) > 1
-        counts["unlearned/cut_away"] += away
-        counts["unlearned/no_turn"] += len(unlearned) - away
+        counts["unlearned/cut_away"] += cut_off
+        counts["unlearned/no_turn"] += len(unlearned) - cut_off
         if len(samples) == len(kept) == 1 and not cut and not unlearned:
             if one in self._encoded:
                 self._whole[one] = learned
@@ -236,20 +236,20 @@ class SFTData:
         longest = max(len(sample.token_ids) for sample in samples)
         too_long = f"it has {longest} tokens, more than --seq-len {self.row_length}"
         if not kept:
-            self._tell_of("dropped as too long", one, f"dropped: {too_long}")
+            self._log_fate("dropped as too long", one, f"dropped: {too_long}")
         if 0 < len(kept) < len(samples):
-            self._tell_of("dropped in part", one, f"dropped in part: {too_long}")
+            self._log_fate("dropped in part", one, f"dropped in part: {too_long}")
         if cut:
-            self._tell_of("cut", one, f"cut: {too_long}")
+            self._log_fate("cut", one, f"cut: {too_long}")
         if len(samples) > 1:
             why = "the chat template renders earlier turns differently once others follow"
-            self._tell_of("learned turn by turn", one, f"it becomes {len(samples)} samples: {why}")
+            self._log_fate("learned turn by turn", one, f"it becomes {len(samples)} samples: {why}")
         if len(unlearned) == len(kept) > 0:
             why = self._why_not(one, samples) if self._fates["with nothing to learn"] < WARNINGS else ""
-            self._tell_of("with nothing to learn", one, f"nothing is learned: {why}")
+            self._log_fate("with nothing to learn", one, f"nothing is learned: {why}")
         return learned
 
-    def _tell_of(self, fate: str, one: Taken, sentence: str) -> None:
+    def _log_fate(self, fate: str, one: Taken, sentence: str) -> None:
         """Count a record with this fate, and name it in the log if it is one of the first."""
         self._fates[fate] += 1
         if self._fates[fate] <= WARNINGS:  # to name it means to look for its line in the file

@@ -203,7 +203,7 @@ def problem_of_all(identities: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def name_of(prompt: Any) -> bytes:
-    """What tells a prompt from others."""
+    """A digest by which a prompt is told from others."""
     content = json.dumps(prompt, sort_keys=True, default=str).encode()
     return hashlib.blake2b(content, digest_size=16).digest()
 

@@ -93,7 +93,7 @@ class PreferenceData:
         """Check that something can be learned from the units that a fresh run begins with.
 
         Raises:
-            UsageError: nothing can be learned from any of those of a data set; or one can't be read.
+            UsageError: nothing can be learned from any of a data set's units; or one can't be read.
         """
         for label, source in self.order.sources.items():
             taken = self.order.first(label, max(self.config.batch_size, FIRST_RECORDS))
@@ -186,7 +186,7 @@ class PreferenceData:
     def _encode_units(
         self, label: str, numbers: Sequence[int], units: list[list[Answer]]
     ) -> list[list[tuple[Sample, int]]]:
-        """The samples of units; those of one that is left out stand for it, and have a token each.
+        """The samples of units; of a unit that is left out, placeholders of one token each.
 
         Raises:
             RecordRefused: one can't be learned from, and that is to end the run.

@@ -82,9 +82,9 @@ class Encoder:
         All are rendered and tokenised together, since that takes a fraction of the time.
 
         A record is one sample, unless the chat template renders earlier turns differently once others follow,
-        as those of reasoning models do. Then it is several samples, each of which ends with a turn, and has
-        the tokens before it that a server would see when it is asked for that turn. A sample teaches all
-        turns that it has in that form, so that each turn is learned once.
+        as the templates of reasoning models do. Then it is several samples, each of which ends with a turn,
+        and has the tokens before it that a server would see when it is asked for that turn. A sample teaches
+        all turns that it has in that form, so that each turn is learned once.
 
         Args:
             records: at least one.
@@ -292,7 +292,7 @@ class _Renderer:
 
     @property
     def _renders_text(self) -> bool:
-        """Whether a conversation's tokens are those of its text; some tokenizers have a way of their own."""
+        """Whether a conversation has the tokens of its text; some tokenizers render it in another way."""
         return type(self.tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
     def _render_alike(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
@@ -368,10 +368,10 @@ def _encode_conversations(conversations: list[_Conversation], renderer: _Rendere
         renderer.check(talk)
     turns = [(talk, i) for talk in conversations for i in talk.turns.learned]
     asked = [(talk, i) for talk, i in turns if talk.messages[i]["role"] == "assistant"]
-    told = [(talk, i) for talk, i in turns if talk.messages[i]["role"] != "assistant"]
+    given = [(talk, i) for talk, i in turns if talk.messages[i]["role"] != "assistant"]
     wholes = renderer.render([(talk, len(talk.messages)) for talk in conversations], asking=False)
     prompts = iter(renderer.render(asked, asking=True))
-    headers = iter(renderer.render(told, asking=False))
+    headers = iter(renderer.render(given, asking=False))
     within = [(talk, i + 1) for talk, i in turns if i + 1 < len(talk.messages)]
     ends = iter(renderer.render(within, asking=False))
     samples = []

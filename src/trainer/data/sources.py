@@ -110,7 +110,7 @@ class Indexed:
     def __init__(
         self, config: DataSetConfig, settings: RecordsConfig, seed: int, *whose: str, use: Use = SFT
     ):
-        """Open it; `whose` tells its orders from those of other data sets.
+        """Open it; `whose`: part of the seed of its orders, different for each data set.
 
         Raises:
             BadRecord: it can't be read.
@@ -189,7 +189,7 @@ class StreamSource:
     def __init__(
         self, config: DataSetConfig, settings: RecordsConfig, seed: int, *whose: str, use: Use = SFT
     ):
-        """Open it; `whose` tells its orders from those of other data sets.
+        """Open it; `whose`: part of the seed of its orders, different for each data set.
 
         Raises:
             BadRecord: it can't be read.

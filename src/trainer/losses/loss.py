@@ -14,16 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from cairn.config.teachers import REFERENCE_LOGPROBS
 from cairn.run.errors import UsageError
 from cairn.trainer.packing import BatchCounts, MicroBatch
-
-if TYPE_CHECKING:
-    pass
 
 OLD_LOGPROBS = "old_logprobs"
 """The column with the logprobs under the weights at the begin of the step."""
@@ -141,7 +138,7 @@ class LossSums:
     loss: scalar, with gradient; the step's loss is the sum over all micro-batches, divided by the loss's
     normaliser. The others are for metrics.jsonl, scalars without gradient, under the same names for every
     micro-batch: `means` are divided by the number of the step's learned tokens, and `averages` by a sum of
-    their own, such as that of weights: (what is averaged, its weights), both summed over all micro-batches.
+    their own, such as a sum of weights: (what is averaged, its weights), both summed over all micro-batches.
     """
 
     loss: torch.Tensor

@@ -28,7 +28,7 @@ class TokenWeights(NamedTuple):
 class Correction:
     """How the difference between two policies becomes a weight.
 
-    kind: token_* takes the ratio of each token, sequence_* the product of those of its sample; *_truncate
+    kind: token_* takes the ratio of each token, sequence_* the product of its sample's ratios; *_truncate
     limits it to least..most (arXiv:1802.01561, section 4.1), *_mask makes it 0 outside of that. The kinds are
     those of TRL's vllm_importance_sampling_mode.
     geometric_least, geometric_most: samples whose geometric mean of ratios lies outside get the weight 0;
@@ -56,7 +56,7 @@ class Correction:
         """The weight of each token.
 
         Args:
-            difference: float32 [R, N], the logprobs of the one policy less those of the sampler, 0 for tokens
+            difference: float32 [R, N], the logprobs of the one policy less the sampler's, 0 for tokens
                 that are not learned.
         """
         found = self._of_kind(inputs, difference)

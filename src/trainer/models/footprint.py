@@ -51,7 +51,7 @@ class Footprint:
 
     shapes: of all parameters, a tied one once. trained: of those that are trained, if that is an adapter;
     None: all. layers: numbers of elements in each decoder layer. embeddings,
-    head: those of the input and output embeddings; head is 0 if it is tied or there is none. vocabulary: the
+    head: elements of the input and output embeddings; head is 0 if it is tied or there is none. vocabulary:
     number of logits per token. kept: what the forward pass keeps of activations for the backward pass, of all
     layers. layer: the same of one layer whose activations are all kept. width: bytes of an element in the
     type that is computed in.

@@ -79,7 +79,7 @@ class Trained:
         return weights(self.module)
 
     def beside(self) -> Mapping[str, bytes]:
-        """Files that checkpoints hold beside the weights, and beside those of the model's folder."""
+        """Files that checkpoints hold beside the weights and the files of the model's folder."""
         return {}
 
     def carried(self) -> Mapping[str, Carried]:

@@ -272,7 +272,7 @@ class Valuer:
 
 
 def make_critic(folder: Path, config: TrainerConfig, group: RankGroup, resume_from: Path | None) -> Critic:
-    """The critic that the configuration asks for, or that of the checkpoint; its weights not yet loaded.
+    """The critic that the configuration asks for, or the checkpoint's; its weights not yet loaded.
 
     Args:
         folder: the policy's.
@@ -344,7 +344,7 @@ class Rewarder(Scorer):
 
     @property
     def checked(self) -> Any:
-        """Numbers of the hidden states: a head of 0 would tell nothing."""
+        """Numbers of the hidden states: with a head of 0 the comparison would prove nothing."""
         return self._valuer
 
     def scores(

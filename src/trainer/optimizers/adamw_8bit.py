@@ -11,18 +11,18 @@ from torch.nn.functional import pad
 BLOCK = 256
 """Neighbouring values of a row that share a scale."""
 FEWEST = 4096
-"""Elements of a weight whose moments are quantised; those of smaller ones, and of vectors, are float32."""
+"""Elements of a weight whose moments are quantised; smaller weights' and vectors' moments are float32."""
 PIECE = 1 << 24
-"""Elements that are held in float32 at a time, or those of a row if it has more."""
+"""Elements that are float32 at a time; a whole row if it has more."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with moments in eight bits (Dettmers et al. 2022).
 
     A moment is a uint8 code for each element and a float32 scale, the largest magnitude, for each block of up
-    to 256 neighbours in a row. The code is that of the nearest of 256 numbers, which lie closer together near
-    0. No block goes across rows, and ranks hold whole rows, so state does not depend on the number of ranks.
-    An update uses the moments before they are rounded.
+    to 256 neighbours in a row. The code is the number of the nearest of 256 values, which lie closer together
+    near 0. No block goes across rows, and ranks hold whole rows, so state does not depend on the number of
+    ranks. An update uses the moments before they are rounded.
 
     Unlike in the paper, a second moment above 0 never becomes 0: the first moment would be divided by eps.
 

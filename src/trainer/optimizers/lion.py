@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023, algorithm 2): every weight moves by the learning rate, up or down.
 
-    The sign is that of a mean of the gradient and `exp_avg`, an exponential mean of earlier ones. Usual
+    It is the sign of a mean of the gradient and `exp_avg`, an exponential mean of earlier ones. Usual
     learning rates are a third to a tenth of AdamW's, with as many times the weight decay.
     """
 

@@ -75,7 +75,7 @@ class Transport(ABC):
     def __init__(self, group: RankGroup, served: Served, *, host: str | None = None): ...
 
     def offer(self, step: int) -> None:  # noqa: B027
-        """The weights are those of `step`, and stay so until `withdraw`."""
+        """The weights have seen `step` steps, and stay so until `withdraw`."""
 
     def offer_again(self, step: int, folder: Path) -> None:  # noqa: B027
         """As `offer`, of a version whose `folder` an earlier process may have filled."""
@@ -135,7 +135,7 @@ class _Files(Filling):
         self._outgoing.create(folder)
 
     def write(self, folder: Path, check: Callable[[], object]) -> Mapping[str, int]:
-        """Write the values; their checksums are those of the values in memory."""
+        """Write the values; the checksums are computed from the values in memory."""
         sums = RunningSums()
         if self._checked:
             self._outgoing.write(folder, sums.add, check)
@@ -201,7 +201,7 @@ class _Addresses(Filling):
 
 
 def _address(group: RankGroup, host: str | None) -> str:
-    """This rank's address that servers are told."""
+    """This rank's address, for servers."""
     if host is None:
         return group.address
     try:

@@ -43,7 +43,7 @@ def _differentiate(
     temperature: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient of the logits, from those of the logprobs and of the entropies (float32 [L] each)."""
+    """The gradient of the logits, from the gradients of logprobs and entropies (float32 [L] each)."""
     logprobs = (logits.float() / temperature).clamp(min=LEAST_LOGIT) - normalisers[:, None]
     is_wanted = torch.arange(logits.shape[-1], device=logits.device) == wanted[:, None]
     of_all = of_logprobs[:, None] + of_entropies[:, None] * (logprobs + entropies[:, None])

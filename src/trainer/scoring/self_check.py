@@ -110,7 +110,7 @@ def find_rows(
     Args:
         rounding: data type as whose the computation rounds.
         must_pass: False takes the safest way if none is right.
-        first: the name of the rows to try first, such as those of the run so far.
+        first: the name of the rows to try first, such as the run's rows so far.
         kernel: attention to prefer to the model's own. must_be_kernel: whether nothing else will do.
 
     Raises:
@@ -173,7 +173,7 @@ def uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[obje
 
 
 class _Check:
-    """Compares the scores of samples that share a row with those of each sample alone."""
+    """Compares the scores of samples that share a row with the scores of each sample alone."""
 
     def __init__(
         self, scorer: Scores, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
@@ -319,7 +319,7 @@ def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first
     """Find out how samples must lie in rows, once the model's weights are loaded; all ranks call it.
 
     Args:
-        first: the name of the rows to try first, such as those of the run so far.
+        first: the name of the rows to try first, such as the run's rows so far.
 
     Raises:
         UsageError: the model does not score samples that share a micro-batch rightly.

@@ -26,7 +26,7 @@ from cairn.trainer.state import TrainerState
 from cairn.trainer.step.train_step import Learner
 
 NAME = "critic"
-"""Of the model among those of a run, and of its metrics."""
+"""Names the model among a run's models, and its metrics."""
 REWARDS = "rewards"
 """The column of rewards that the orchestrator ships."""
 TOKEN_REWARDS = "token_rewards"

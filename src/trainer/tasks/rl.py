@@ -107,7 +107,7 @@ class RL(Task):
         return step > self._warmup_steps
 
     def earlier(self, step: int) -> Earlier:
-        """What the orchestrator was told of `step` by a process that this one replaces."""
+        """What a process that this one replaces has announced of `step`."""
         return self._replay.earlier(step)
 
     def before_update(self) -> None:

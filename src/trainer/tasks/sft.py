@@ -78,4 +78,4 @@ class SFT(Task):
 
     def close(self) -> None:
         """Say what became of the records."""
-        self._data.tell()
+        self._data.log_fates()

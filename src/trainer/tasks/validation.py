@@ -134,7 +134,7 @@ class HeldOut:
 
 
 def forget_outdated(best: dict[str, dict[str, float]], recipe: Mapping[str, Any] | None) -> None:
-    """Remove best results on other records than those of now, with which later ones can't be compared.
+    """Remove best results on other records than the present ones: later results can't be compared with them.
 
     Args:
         best: by validation, as checkpoints hold it.

@@ -121,7 +121,7 @@ class EnvironmentWorker:
         try:
             outcome = await asyncio.shield(ended)
         except asyncio.CancelledError:
-            if not job.cancel():  # a thread can't be stopped: who cancelled hears of it once it has ended
+            if not job.cancel():  # a thread can't be stopped: the cancellation is answered once it has ended
                 await asyncio.wait([ended])
             raise
         if "error" in outcome:
@@ -262,7 +262,7 @@ def _outcome(call, *arguments):
 
 
 def _error(message):
-    """The exception of a call of the model's, as far as programs tell exceptions apart."""
+    """The exception of a call of the model's, as far as programs distinguish exceptions."""
     known = {"TypeError": TypeError, "ValueError": ValueError}
     return known.get(message.get("kind"), RuntimeError)(message["error"])
 
