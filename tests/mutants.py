@@ -103,7 +103,7 @@ MUTANTS = (
     M(
         "linked files not compared",
         "CheckpointStore.commit",
-        "if entries.get(name) != entry",
+        "if manifest.files.get(name) != entry",
         "if False",
         "test_store test_constant test_carried",
     ),
