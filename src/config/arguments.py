@@ -4,6 +4,7 @@
 
 sft @ file.toml [@ another.toml] --optimizer.lr 1e-4 --ckpt --no-data.shuffle
 rl --trainer @train.toml --orchestrator @orch.toml --max-steps 20
+ckpt export outputs/run folder --dtype bfloat16
 """
 
 import json
@@ -72,12 +73,16 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
     """
     found = Arguments()
     words = _Words(argv)
-    of_sections = []
+    of_sections: list[Layer] = []
+    without_flag: list[str] = []
     while words:
         word = words.take()
         if word.startswith("@"):
             file = _file(words, word, "@")
             found.layers.append(Layer(file, (), read_file(file)))
+            continue
+        if root.positional and not word.startswith("-"):
+            without_flag.append(word)
             continue
         if not word.startswith("--") or word == "--":
             last = found.flags[-1][0] if found.flags else ()
@@ -91,6 +96,8 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
             words.give_back(text)
         path = tuple(part.replace("-", "_") for part in name.split("."))
         setting = root.find(path)
+        if setting and setting.is_positional:
+            raise UsageError(f"--{name}: {setting.flag} is given without a flag; --help shows its place")
         if not equals and words.peek().startswith("@") and (setting is None or _takes_file(setting)):
             if setting is None:
                 raise UsageError(f"--{name}: there is no such section")
@@ -109,6 +116,27 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
             else _unknown(path, name, words, root, forced=bool(equals))
         )
     found.layers += of_sections
+    found.flags += _by_place(without_flag, root)
+    return found
+
+
+def _by_place(words: list[str], root: Setting) -> list[tuple[tuple[str, ...], Any]]:
+    """The settings that are given without a flag, and their values; what is missing is found later.
+
+    Raises:
+        UsageError: there are too many words.
+    """
+    found: list[tuple[tuple[str, ...], Any]] = []
+    needed = sum(not setting.optional for setting in root.positional)
+    for setting in root.positional:
+        needed -= not setting.optional
+        is_list = setting.kind == "list"
+        count = max(len(words) - needed, 0) if is_list else 1
+        if words[:count]:
+            found.append((setting.path, words[:count] if is_list else words[0]))
+        words = words[count:]
+    if words:
+        raise UsageError(f"unexpected argument {words[0]!r}; --help lists what can be given")
     return found
 
 

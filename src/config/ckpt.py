@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from cairn.config.settings import BaseConfig
-from cairn.run.machine import bytes_of
+from cairn.config.settings import BaseConfig, Size
 from cairn.run.object_store import SCHEMES, holds_credentials, is_url, shown
 
 # Settings of exports: checkpoints for other programs, written while training goes on.
@@ -25,7 +24,7 @@ class ExportConfig(BaseConfig):
     """Data type of the weights (default: as they are)."""
     quantize: str | None = None
     """Quantisation of the weights, in formats that have one, as of ckpt export --quantize."""
-    shard_size: str | None = None
+    shard_size: Size | None = None
     """Largest size of a file of weights, such as 2G (default: 5G)."""
     keep: int | None = Field(default=None, ge=1)
     """Keep the newest N exports (default: all)."""
@@ -33,13 +32,6 @@ class ExportConfig(BaseConfig):
     """Steps that retention spares while they wait to be exported; further ones are given up."""
     verify: bool = True
     """Read each export back and compare it with the step."""
-
-    @field_validator("shard_size")
-    @classmethod
-    def _a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            bytes_of(value)
-        return value
 
 
 # Unchecked values have no static types.
@@ -94,7 +86,7 @@ class CkptConfig(BaseConfig):
     """Also keep these steps, for ever."""
     verify: Literal["load", "save", "off"] = "load"
     """load: verify checksums when loading; save: also read back after saving; off: check sizes only."""
-    staging_memory: str | None = None
+    staging_memory: Size | None = None
     """Host memory for a rank's state on its way to disk, such as 8G (default: all it needs, if there)."""
     part_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
@@ -115,7 +107,7 @@ class CkptConfig(BaseConfig):
     """Seconds that the end of the run waits for uploads that fail."""
     remote_grace: float = Field(default=60, ge=0)
     """Seconds that a stopped run waits until its newest step is uploaded."""
-    remote_bandwidth: str | None = None
+    remote_bandwidth: Size | None = None
     """Upload at most so many bytes a second, such as 200M (default: no limit)."""
 
     @field_validator("dir", "resume")
@@ -132,13 +124,6 @@ class CkptConfig(BaseConfig):
     def _a_url(cls, value: str | None) -> str | None:
         if value is not None and not is_url(value):
             raise ValueError(_no_url(value))
-        return value
-
-    @field_validator("staging_memory", "remote_bandwidth")
-    @classmethod
-    def _a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            bytes_of(value)
         return value
 
     @field_validator("accept_changes")

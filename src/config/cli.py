@@ -24,7 +24,6 @@ from cairn.run.errors import UsageError
 from cairn.run.object_store import shown
 
 Config = TypeVar("Config", bound=BaseConfig)
-Command = TypeVar("Command", bound=CommandConfig)
 
 COMMANDS: dict[str, type[CommandConfig]] = {
     **{kind.command: kind.config for kind in RUN_KINDS.values()},
@@ -43,7 +42,7 @@ BOUNDS = {
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
 
 
-def load(cls: type[Command], argv: list[str]) -> Command:
+def load(cls: type[Config], argv: list[str]) -> Config:
     """The configuration that `argv` asks for: `@ file.toml`, overridden by flags.
 
     Prints and exits with 0 on `--help`.
@@ -58,7 +57,7 @@ def load(cls: type[Command], argv: list[str]) -> Command:
         print(render(_name_of(cls), root, hidden_settings(root)), end="", flush=True)
         sys.exit(0)
     config = resolve(cls, take_apart(argv, root))
-    if config.machine and not config.dry_run:
+    if isinstance(config, CommandConfig) and config.machine and not config.dry_run:
         raise UsageError(
             f"--machine {config.machine}: it plans for another machine, so it goes with --dry-run"
         )
@@ -102,7 +101,8 @@ def require(config: BaseConfig, *names: str) -> None:
 
 
 def _name_of(cls: type[BaseConfig]) -> str:
-    return next((name for name, known in COMMANDS.items() if known is cls), cls.__name__)
+    own: str = getattr(cls, "command", cls.__name__)
+    return next((name for name, known in COMMANDS.items() if known is cls), own)
 
 
 # Settings that the roles of a run share.
@@ -129,7 +129,9 @@ def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
 def _is_unlisted(setting: Setting | None) -> bool:
     """Whether its class leaves the setting, or the section, out of --help and hints."""
     owner = setting.owner if setting else None
-    return owner is not None and setting is not None and setting.path[-1] in getattr(owner, "unlisted", ())
+    if owner is None or setting is None:
+        return False
+    return setting.is_positional or setting.path[-1] in getattr(owner, "unlisted", ())
 
 
 def shared_settings(root: Setting) -> set[tuple[str, ...]]:
@@ -226,7 +228,9 @@ def _readable(
         file = source(path)
         if file and strangers.get(file):
             continue
-        where = _flag(path) + (f" (in {file})" if file else "")
+        setting = root.find(path)
+        where = setting.flag if setting and setting.is_positional else _flag(path)
+        where += f" (in {file})" if file else ""
         lines.append(f"{where}: {_plain(path, problem, root)}" if path else _plain(path, problem, root))
     return "\n".join(dict.fromkeys(lines))
 
@@ -284,6 +288,8 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
         return hints.of_another_type(setting, root, problem["loc"][-2])
     if kind == "extra_forbidden":
         return hints.unknown_setting(path, root, hidden_settings(root), given)
+    if kind == "missing" and setting and setting.is_positional:
+        return "it must be given; --help says what it is"
     if kind == "value_error":
         return str(context["error"])
     if kind in BOUNDS:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -30,7 +31,7 @@ TRAILING = ("self_check", "dry_run", "machine")
 """Settings shown last in their section."""
 WIDEST = 110
 FLAG_COLUMN = 36
-TYPES = {int: "INT", float: "NUMBER", str: "TEXT"}
+TYPES = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
@@ -43,25 +44,30 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
     bold = _bold if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else str
     shown = {leaf.path[0] for leaf in root.leaves() if leaf.path not in hidden}
     roles = [name for name, child in root.children.items() if name in shown and _has_sections(child)]
-    files = ["[@ FILE]", *(f"[--{role} @FILE]" for role in roles)]
+    files = [*map(_place, root.positional)] or ["[@ FILE]", *(f"[--{role} @FILE]" for role in roles)]
     usage = textwrap.wrap(
         f"usage: {command} {' '.join(files)} [--FLAG VALUE]...".replace(" @", "\0@"),
         width, subsequent_indent=" " * len(f"usage: {command} "), break_on_hyphens=False,
     )  # fmt: skip
     lines = [line.replace("\0", " ") for line in usage]
-    lines += ["", *_fill(root.doc.strip().partition("\n")[0], width), ""]
-    lines += _fill(
-        "Settings come from files (TOML or JSON); flags override them. The flag --model.name is the key name "
-        "in the section [model] of a file. --no-FLAG turns a switch off.",
-        width,
-    )
+    about = " ".join(root.doc.split()) if root.positional else _first_line(root.doc)
+    lines += ["", *_fill(about, width), ""]
+    if root.positional:
+        lines += [bold("arguments")]
+        lines += [line for one in root.positional for line in _row(one.flag, one.doc, width)]
+    else:
+        lines += _fill(
+            "Settings come from files (TOML or JSON); flags override them. The flag --model.name is the key "
+            "name in the section [model] of a file. --no-FLAG turns a switch off.",
+            width,
+        )
     lines += ["", bold("help")]
     lines += _row("-h, --help", "Show this and exit.", width)
-    lines += _row("--version", "Show the version and exit.", width)
+    lines += [] if root.positional else _row("--version", "Show the version and exit.", width)
     for name, leaves in _by_section(root, hidden):
         section = root.find(tuple(name.replace("-", "_").split("."))) if name else None
         doc = section.doc if section else (SupervisionConfig.__doc__ if name == "supervision" else "")
-        doc = (doc or "").strip().partition("\n")[0]
+        doc = _first_line(doc or "")
         if section and section.optional:
             doc += f" Off by default; --{name} turns it on."
         lines += ["", bold(name or "general"), *_fill(doc, width, "  ")]
@@ -97,6 +103,15 @@ def _rank(leaf: Setting) -> int:
     if name in TRAILING:
         return len(LEADING) + 1 + TRAILING.index(name)
     return LEADING.index(name) if name in LEADING else len(LEADING)
+
+
+def _first_line(doc: str) -> str:
+    return doc.strip().partition("\n")[0]
+
+
+def _place(setting: Setting) -> str:
+    """A setting that is given without a flag, in a command's usage."""
+    return f"[{setting.flag}]" if setting.optional else f"{setting.flag}{'...' * (setting.kind == 'list')}"
 
 
 def _has_sections(setting: Setting) -> bool:

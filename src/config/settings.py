@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from cairn.run.machine import bytes_of
 from cairn.run.object_store import NO_CREDENTIALS, holds_credentials, is_url
 
 Kind = Literal["section", "flag", "value", "list", "table"]
@@ -47,9 +48,19 @@ class Setting:
         return ".".join(self.path).replace("_", "-")
 
     @property
+    def is_positional(self) -> bool:
+        """Whether its value is given without a flag."""
+        return bool(self.path) and self.path[-1] in getattr(self.owner, "positional", ())
+
+    @property
     def flag(self) -> str:
-        """The setting as a flag."""
-        return f"--{self.name}"
+        """The setting as it is given: as a flag; in capitals, if it is given without one."""
+        return self.path[-1].upper() if self.is_positional else f"--{self.name}"
+
+    @property
+    def positional(self) -> "list[Setting]":
+        """The settings of a command that are given without a flag, in their order."""
+        return [self.children[name] for name in getattr(self.models[0], "positional", ())]
 
     def find(self, keys: tuple[str, ...]) -> "Setting | None":
         """The setting at `keys` below this one."""
@@ -129,7 +140,8 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
     if not _is_union(annotation):
         return annotation, False
     rest = tuple(part for part in get_args(annotation) if part is not NoneType)
-    return (rest[0] if len(rest) == 1 else Union[rest]), len(rest) < len(get_args(annotation))  # noqa: UP007
+    inner = _without_none(rest[0])[0] if len(rest) == 1 else Union[rest]  # noqa: UP007
+    return inner, len(rest) < len(get_args(annotation))
 
 
 def _is_union(annotation: Any) -> bool:
@@ -183,6 +195,9 @@ class BaseConfig(BaseModel):
 
     # pydantic repeats what was given in its errors' own text, and that may hold a secret.
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    positional: ClassVar[tuple[str, ...]] = ()
+    """Of a command: fields that are given in this order, without a flag. One may be a list, which takes all
+    words that the others leave."""
     unlisted: ClassVar[frozenset[str]] = frozenset()
     """Fields that --help and hints leave out: they allow a single value, have a newer name, or are set by
     another setting."""
@@ -219,6 +234,15 @@ class BaseConfig(BaseModel):
             if isinstance(text, str) and is_url(text) and holds_credentials(text):
                 raise ValueError(NO_CREDENTIALS)
         return cast("object", value)
+
+
+def _size(text: str) -> str:
+    bytes_of(text)
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""A number of bytes, such as 64M; `cairn.run.machine.bytes_of` tells how many."""
 
 
 def _number_or_bool(text: str) -> bool | int | float | str:

@@ -1,15 +1,17 @@
 """The commands `ckpt export`, `ckpt import` and `ckpt average`: exchange with other programs."""
 
-import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator
 
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tiers import Tier
+from cairn.config.settings import Size
 from cairn.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
 from cairn.formats.base import WEIGHT_DTYPES
 from cairn.formats.transfer.export_folder import Exports, InTheWay, refuse_options
@@ -19,115 +21,108 @@ from cairn.run.machine import bytes_of
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 from cairn.tools.ckpt_places import (
+    Place,
+    ToolCommand,
     flags_to_resume,
     foreign,
     local,
     name_of,
     new_folder,
     new_run,
-    place,
     run_at,
     step_in,
     temporary_folder,
 )
 
-
-def add_export(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt export`."""
-    command.add_argument(
-        "step",
-        type=place,
-        help="a step_N folder, or an output folder (its newest good step), or the URL of one",
-    )
-    command.add_argument(
-        "out",
-        type=place,
-        help="the folder to make, which appears when all of it is written, or the URL of a new prefix",
-    )
-    command.add_argument(
-        "--all",
-        action="store_true",
-        help="export all steps of an output folder or a folder of checkpoints, each to OUT/step_N; skips "
-        "what is there already, so a command that was killed is repeated",
-    )
-    command.add_argument(
-        "--format", choices=sorted(EXPORTERS), default="hf", help="the format to write (default: hf)"
-    )
-    command.add_argument(
-        "--dtype", choices=sorted(WEIGHT_DTYPES), help="data type of the weights (default: as they are)"
-    )
-    add_shards(command)
-    command.add_argument(
-        "--quantize",
-        choices=sorted({name for names in QUANTIZATIONS.values() for name in names}),
-        help="quantisation of the weights, in formats that have one (default: none)",
-    )
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
-    )
-    command.add_argument(
-        "--logits",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="open the result in the program that it is for (transformers, PEFT), where that is installed, "
-        "and compare logits of a few tokens with the step's; auto: models of up to 2 GiB in float32",
-    )
+Dtype = Literal["float32", "bfloat16", "float16"]
+if TYPE_CHECKING:
+    ExportFormat = str
+    ImportFormat = str
+    Quantization = str
+else:  # choices, which --help lists
+    ExportFormat = Literal[tuple(sorted(EXPORTERS))]
+    ImportFormat = Literal[tuple(sorted(FORMATS))]
+    Quantization = Literal[tuple(sorted({name for names in QUANTIZATIONS.values() for name in names}))]
 
 
-def add_shards(command: argparse.ArgumentParser) -> None:
-    """Add the argument for the largest size of a file."""
-    command.add_argument(
-        "--shard-size",
-        type=_bytes_of,
-        default=MAX_FILE_BYTES,
-        metavar="SIZE",
-        help="largest size of a file of weights, such as 2G (default: 5G)",
-    )
+class _WriteArguments(ToolCommand):
+    """What commands take that write weights."""
+
+    shard_size: Size | None = None
+    """Largest size of a file of weights, such as 2G (default: 5G)."""
+    verify: bool = True
+    """Read the result back and compare it with what it was made of; --no-verify does not."""
+
+    @property
+    def max_file_bytes(self) -> int:
+        """The same in bytes."""
+        return bytes_of(self.shard_size) if self.shard_size else MAX_FILE_BYTES
 
 
-def export_step(arguments: argparse.Namespace) -> int:
-    """Run `ckpt export`."""
-    from cairn.formats.transfer.export_step import (  # imports torch, which --help has no time for
-        export,
-        left_out_of,
-    )
+class Export(_WriteArguments):
+    """Write a checkpoint in the format of another program."""
 
-    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
-    if arguments.all:
-        return _export_all(arguments, Exports(arguments.out, arguments.format, options))
-    out = arguments.out
-    with local(arguments.step, newest=True, near=out) as found_at, new_folder(out) as folder:
-        step = step_in(found_at)
-        with progress_bars() as stage:
-            found = export(
-                step,
-                folder,
-                arguments.format,
-                options,
-                check=not arguments.no_verify,
-                logits=arguments.logits,
-                stage=stage,
-            )
-        not_exported = left_out_of(step, arguments.format)
-    name = name_of(arguments.step, step)
-    if arguments.json:
-        print_json(
-            {
-                "step": name,
-                "folder": str(out),
-                "format": arguments.format,
-                "check": found,
-                "left_out": not_exported,
-            }
+    command = "ckpt export"
+    positional = ("step", "out")
+    step: Place
+    """A step_N folder, or an output folder (its newest good step), or the URL of one."""
+    out: Place
+    """The folder to make, which appears when all of it is written, or the URL of a new prefix."""
+    all: bool = False
+    """Export all steps of an output folder or a folder of checkpoints, each to OUT/step_N; skips what is
+    there already, so a command that was killed is repeated."""
+    format: ExportFormat = "hf"
+    """The format to write."""
+    dtype: Dtype | None = None
+    """Data type of the weights (default: as they are)."""
+    quantize: Quantization | None = None
+    """Quantisation of the weights, in formats that have one (default: none)."""
+    logits: Literal["auto", "always", "never"] = "auto"
+    """Open the result in the program that it is for (transformers, PEFT), where that is installed, and
+    compare logits of a few tokens with the step's; auto: models of up to 2 GiB in float32."""
+
+    def execute(self) -> int:
+        from cairn.formats.transfer.export_step import (  # imports torch, which --help has no time for
+            export,
+            left_out_of,
         )
-    else:
-        say(f"{out} holds {name} as {arguments.format} ({found})")
-        for line in not_exported:
-            say(f"left out: {line}")
-    return 0
+
+        options = WriteOptions(WEIGHT_DTYPES.get(self.dtype or ""), self.max_file_bytes, self.quantize)
+        if self.all:
+            return _export_all(self, options)
+        out = self.out
+        with local(self.step, newest=True, near=out) as found_at, new_folder(out) as folder:
+            step = step_in(found_at)
+            with progress_bars() as stage:
+                found = export(
+                    step,
+                    folder,
+                    self.format,
+                    options,
+                    check=self.verify,
+                    logits=self.logits,
+                    stage=stage,
+                )
+            not_exported = left_out_of(step, self.format)
+        name = name_of(self.step, step)
+        if self.as_json:
+            print_json(
+                {
+                    "step": name,
+                    "folder": str(out),
+                    "format": self.format,
+                    "check": found,
+                    "left_out": not_exported,
+                }
+            )
+        else:
+            say(f"{out} holds {name} as {self.format} ({found})")
+            for line in not_exported:
+                say(f"left out: {line}")
+        return 0
 
 
-def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
+def _export_all(arguments: Export, options: WriteOptions) -> int:
     """Run `ckpt export --all`; the exit code is 1 if a step could not be exported.
 
     Raises:
@@ -137,13 +132,14 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
         raise UsageError(f"{arguments.out}: --all writes to a local folder; export steps to a URL one by one")
     if isinstance(arguments.step, Path) and (arguments.step / FILE_NAME).exists():
         raise UsageError(f"{arguments.step}: is a single step; --all takes an output folder, or checkpoints")
+    exports = Exports(arguments.out, arguments.format, options)
     refuse_options(exports.name, exports.options)
     tier = run_at(arguments.step)
     with temporary_folder(arguments.out) as room:
         return _export_steps(arguments, exports, tier, room)
 
 
-def _export_steps(arguments: argparse.Namespace, exports: Exports, tier: Tier, room: Path) -> int:
+def _export_steps(arguments: Export, exports: Exports, tier: Tier, room: Path) -> int:
     """Export all steps of a tier, one after the other.
 
     Args:
@@ -176,7 +172,7 @@ def _export_steps(arguments: argparse.Namespace, exports: Exports, tier: Tier, r
         out = exports.folder_of(step)
         row = {"step": step, "folder": str(out), "check": found, "problem": problem}
         results.append({**row, "left_out": list(left_out)})
-        if not arguments.json:
+        if not arguments.as_json:
             say(f"{tier.name_of(step)}: NOT EXPORTED: {problem}" if problem else f"{out}: {found}")
             for line in left_out:
                 say(f"left out: {line}")
@@ -194,50 +190,45 @@ def _export_steps(arguments: argparse.Namespace, exports: Exports, tier: Tier, r
                     found = export_into(
                         exports,
                         folder,
-                        check=not arguments.no_verify,
+                        check=arguments.verify,
                         logits=arguments.logits,
                         stage=lambda name, total: bars(f"step {step}: {name}", total),  # noqa: B023
                     )
                     report(step, left_out_of(folder, exports.name), found=found)
         except (CheckpointError, OSError) as error:
             report(step, problem=str(error))
-    if arguments.json:
+    if arguments.as_json:
         print_json(results)
     return 1 if any(result["problem"] for result in results) else 0
 
 
-def add_import(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt import`."""
-    command.add_argument(
-        "source", type=place, help="a checkpoint of another program: a folder or a file, or its URL"
-    )
-    command.add_argument(
-        "output_dir", type=place, help="output folder of the new run, without checkpoints, or the URL for it"
-    )
-    command.add_argument(
-        "--format", choices=sorted(FORMATS), help="the source's format (default: by the names of its files)"
-    )
-    command.add_argument(
-        "--model", type=place, help="folder with config.json and tokenizer (default: those beside the source)"
-    )
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
-    )
-    command.add_argument(
-        "--weights-only", action="store_true", help="don't take over the state of the source's optimiser"
-    )
+class Import(ToolCommand):
+    """Make a new run of another program's checkpoint."""
+
+    command = "ckpt import"
+    positional = ("source", "output_dir")
+    source: Place
+    """A checkpoint of another program: a folder or a file, or its URL."""
+    output_dir: Place
+    """Output folder of the new run, without checkpoints, or the URL for it."""
+    format: ImportFormat | None = None
+    """The source's format (default: by the names of its files)."""
+    model: Place | None = None
+    """Folder with config.json and tokenizer (default: those beside the source)."""
+    verify: bool = True
+    """Read the step back and compare it with the source; --no-verify does not."""
+    weights_only: bool = False
+    """Don't take over the state of the source's optimiser."""
+
+    def execute(self) -> int:
+        output_dir = self.output_dir
+        with contextlib.ExitStack() as downloaded:
+            source = downloaded.enter_context(foreign(self.source, output_dir))
+            model = downloaded.enter_context(foreign(self.model, output_dir)) if self.model else None
+            return _import_from(source, model, self)
 
 
-def import_step(arguments: argparse.Namespace) -> int:
-    """Run `ckpt import`."""
-    output_dir = arguments.output_dir
-    with contextlib.ExitStack() as downloaded:
-        source = downloaded.enter_context(foreign(arguments.source, output_dir))
-        model = arguments.model and downloaded.enter_context(foreign(arguments.model, output_dir))
-        return _import_from(source, model, arguments)
-
-
-def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace) -> int:
+def _import_from(source: Path, model: Path | None, arguments: Import) -> int:
     from cairn.formats.transfer.import_step import (
         import_checkpoint,  # imports torch, which --help has no time for
     )
@@ -250,7 +241,7 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
     name = arguments.format or format_of(source)
     if name is None:
         raise UsageError(f"{source}: has none of the formats {', '.join(FORMATS)}")
-    if not arguments.json:
+    if not arguments.as_json:
         say(f"{source} has the format {name}{'' if arguments.format else ', by its files'}")
     with new_run(output_dir) as run:
         try:
@@ -261,14 +252,14 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
                     name,
                     model=model,
                     weights_only=arguments.weights_only,
-                    check=not arguments.no_verify,
+                    check=arguments.verify,
                     stage=stage,
                 )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
     folder = name_of(output_dir, made)
     weights_only = manifest.parts == ["model"]
-    if arguments.json:
+    if arguments.as_json:
         print_json(
             {
                 "folder": folder,
@@ -303,63 +294,51 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
     return 0
 
 
-def add_average(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt average`."""
-    command.add_argument(
-        "steps", type=place, nargs="+", metavar="step", help="step_N folders or their URLs, two or more"
-    )
-    command.add_argument(
-        "out",
-        type=place,
-        help="the folder to make, which appears when all of it is written, or the URL of a new prefix",
-    )
-    kinds = command.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--weights",
-        type=_numbers,
-        metavar="W,W,...",
-        help="the weight of each step, such as 1,2,1 (default: all the same); they are divided by their sum",
-    )
-    kinds.add_argument(
-        "--ema",
-        type=_decay,
-        metavar="DECAY",
-        help="exponential moving average over the steps in the order given, such as 0.9",
-    )
-    command.add_argument(
-        "--dtype",
-        choices=sorted(WEIGHT_DTYPES),
-        help="data type of the weights (default: as in the last step)",
-    )
-    add_shards(command)
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the result back to compare it with the average"
-    )
+class AverageSteps(_WriteArguments):
+    """Average the weights of checkpoints, as a Hugging Face directory."""
+
+    command = "ckpt average"
+    positional = ("steps", "out")
+    exclusive = ("weights", "ema")
+    steps: list[Place]
+    """step_N folders or their URLs, two or more."""
+    out: Place
+    """The folder to make, which appears when all of it is written, or the URL of a new prefix."""
+    weights: list[float] | None = None
+    """The weight of each step, such as 1,2,1 (default: all the same); they are divided by their sum."""
+    ema: float | None = Field(default=None, ge=0, lt=1)
+    """Exponential moving average over the steps in the order given, with this decay, such as 0.9."""
+    dtype: Dtype | None = None
+    """Data type of the weights (default: as in the last step)."""
+
+    @field_validator("weights")
+    @classmethod
+    def _add_up(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and not (all(0 <= one < float("inf") for one in value) and sum(value)):
+            raise ValueError(f"{value} is no list of weights; give one such as 1,2,1")
+        return value
+
+    def execute(self) -> int:
+        with contextlib.ExitStack() as downloaded:
+            places = [
+                downloaded.enter_context(local(place, newest=True, near=self.out)) for place in self.steps
+            ]
+            return _average([step_in(place) for place in places], self)
 
 
-def average(arguments: argparse.Namespace) -> int:
-    """Run `ckpt average`."""
-    with contextlib.ExitStack() as downloaded:
-        places = [
-            downloaded.enter_context(local(place, newest=True, near=arguments.out))
-            for place in arguments.steps
-        ]
-        return _average([step_in(place) for place in places], arguments)
-
-
-def _average(steps: list[Path], arguments: argparse.Namespace) -> int:
+def _average(steps: list[Path], arguments: AverageSteps) -> int:
     from cairn.formats.transfer.average import average_steps, ema_weights  # imports torch
 
     out = arguments.out
     weights = arguments.weights or [1.0] * len(steps)
     if arguments.ema is not None:
         weights = ema_weights(len(steps), arguments.ema)
-    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size)
+    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype or ""), arguments.max_file_bytes)
     with new_folder(out) as folder, progress_bars() as stage:
-        found = average_steps(steps, weights, folder, options, check=not arguments.no_verify, stage=stage)
+        found = average_steps(steps, weights, folder, options, check=arguments.verify, stage=stage)
     shares = [weight / sum(weights) for weight in weights]
     names = [name_of(given, step) for given, step in zip(arguments.steps, steps, strict=True)]
-    if arguments.json:
+    if arguments.as_json:
         content = {"steps": names, "weights": shares, "folder": str(out)}
         print_json({**content, "check": found})
         return 0
@@ -371,30 +350,3 @@ def _average(steps: list[Path], arguments: argparse.Namespace) -> int:
     of_url = "a local copy" if isinstance(out, str) else out
     say(f"a new run begins from them with --model.name {of_url}")
     return 0
-
-
-def _bytes_of(text: str) -> int:
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of weights; give one such as 1,2,1")
-    return numbers
-
-
-def _decay(text: str) -> float:
-    try:
-        decay = float(text)
-    except ValueError:
-        decay = -1.0
-    if not 0 <= decay < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no decay; give a number from 0 to below 1")
-    return decay

@@ -1,8 +1,8 @@
 """The commands `ckpt list`, `ckpt prune` and `ckpt copy`: the steps of a run, and what keeps each of them."""
 
-import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -19,11 +19,11 @@ from cairn.run.jsonlines import as_object
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
 from cairn.tools.ckpt_places import (
-    STORE_HELP,
+    Place,
+    ToolCommand,
     attempt_id,
     local,
     name_of,
-    place,
     receive,
     refuse_empty,
     run_at,
@@ -34,31 +34,34 @@ from cairn.tools.ckpt_places import (
 )
 
 
-def add_list(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt list`."""
-    command.add_argument("path", type=place, help=STORE_HELP)
-    command.add_argument("--metric", help="show this metric as well, such as eval/NAME/reward")
+class ListSteps(ToolCommand):
+    """List the steps of a run."""
 
+    command = "ckpt list"
+    positional = ("path",)
+    path: Place
+    """An output folder, its checkpoints folder, or a step_N folder, or the URL of one in an object store."""
+    metric: str | None = None
+    """Show this metric as well, such as eval/NAME/reward."""
 
-def list_steps(arguments: argparse.Namespace) -> int:
-    """Run `ckpt list`."""
-    tier, step = tier_at(arguments.path)
-    rows = tier.rows(arguments.metric, _kept_by(arguments.path, tier))
-    refuse_empty(tier, rows)
-    if step is not None:
-        rows = [row for row in rows if row["step"] == step]
-        if not rows:
-            raise CheckpointError(f"{tier}: there is no step {step}")
-    known = sorted({name for row in rows for name in row.get("metrics", {})})
-    if arguments.metric and arguments.metric not in known:
-        raise UsageError(
-            f"--metric {arguments.metric}: no step has it; there are {', '.join(known) or 'none'}"
-        )
-    if arguments.json:
-        print_json(rows)
+    def execute(self) -> int:
+        tier, step = tier_at(self.path)
+        rows = tier.rows(self.metric, _kept_by(self.path, tier))
+        refuse_empty(tier, rows)
+        if step is not None:
+            rows = [row for row in rows if row["step"] == step]
+            if not rows:
+                raise CheckpointError(f"{tier}: there is no step {step}")
+        known = sorted({name for row in rows for name in row.get("metrics", {})})
+        if self.metric and self.metric not in known:
+            raise UsageError(
+                f"--metric {self.metric}: no step has it; there are {', '.join(known) or 'none'}"
+            )
+        if self.as_json:
+            print_json(rows)
+            return 0
+        print_list(rows, self.metric)
         return 0
-    print_list(rows, arguments.metric)
-    return 0
 
 
 def _kept_by(given: Path | str, tier: Tier) -> dict[int, list[str]]:
@@ -77,55 +80,50 @@ def _kept_by(given: Path | str, tier: Tier) -> dict[int, list[str]]:
     return kept
 
 
-def add_prune(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt prune`."""
-    command.add_argument(
-        "path", type=place, help="an output folder, its checkpoints folder, or the URL of a run"
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    command.add_argument(
-        "--pin",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="first pin these steps, to keep them for ever",
-    )
-    command.add_argument(
-        "--unpin", type=int, nargs="+", default=[], metavar="N", help="first remove the pins of these steps"
-    )
-    command.add_argument(
-        "--abandoned",
-        action="store_true",
-        help="also delete steps that were set aside when the run went back",
-    )
-    for name in ("last", "every", "best"):
-        command.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
-    command.add_argument("--metric", help="as in [ckpt]; default: the run's")
-    command.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
+class Prune(ToolCommand):
+    """Delete steps that no retention rule keeps, and unfinished saves."""
+
+    command = "ckpt prune"
+    positional = ("path",)
+    path: Place
+    """An output folder, its checkpoints folder, or the URL of a run."""
+    dry_run: bool = False
+    """Only print what would be deleted."""
+    pin: list[int] = []
+    """First pin these steps, to keep them for ever."""
+    unpin: list[int] = []
+    """First remove the pins of these steps."""
+    abandoned: bool = False
+    """Also delete steps that were set aside when the run went back."""
+    keep_last: int | None = None
+    """As in [ckpt] (default: the run's)."""
+    keep_every: int | None = None
+    """As in [ckpt] (default: the run's)."""
+    keep_best: int | None = None
+    """As in [ckpt] (default: the run's)."""
+    metric: str | None = None
+    """As in [ckpt] (default: the run's)."""
+    mode: Literal["min", "max"] | None = None
+    """As in [ckpt] (default: the run's)."""
+
+    def execute(self) -> int:
+        tier = run_at(self.path)
+        refuse_empty(tier, tier.steps())
+        if isinstance(self.path, Path) and isinstance(tier, CheckpointStore):
+            rules, spares = _of_run(self, self.path, tier)
+        else:
+            rules, spares = _of_arguments(self), {}
+        pinned = (tier.pins() | set(self.pin)) - set(self.unpin)
+        with tier.alone():
+            report = prune(tier, rules, pinned, spares=spares, abandoned=self.abandoned, dry_run=self.dry_run)
+        if self.as_json:
+            print_json(report)
+        else:
+            print_prune(report)
+        return 1 if report["failed"] else 0
 
 
-def prune_steps(arguments: argparse.Namespace) -> int:
-    """Run `ckpt prune`."""
-    tier = run_at(arguments.path)
-    refuse_empty(tier, tier.steps())
-    if isinstance(tier, CheckpointStore):
-        rules, spares = _of_run(arguments, tier)
-    else:
-        rules, spares = _of_arguments(arguments), {}
-    pinned = (tier.pins() | set(arguments.pin)) - set(arguments.unpin)
-    with tier.alone():
-        report = prune(
-            tier, rules, pinned, spares=spares, abandoned=arguments.abandoned, dry_run=arguments.dry_run
-        )
-    if arguments.json:
-        print_json(report)
-    else:
-        print_prune(report)
-    return 1 if report["failed"] else 0
-
-
-def _of_run(arguments: argparse.Namespace, store: CheckpointStore) -> tuple[CkptConfig, dict[str, Spare]]:
+def _of_run(arguments: Prune, path: Path, store: CheckpointStore) -> tuple[CkptConfig, dict[str, Spare]]:
     """The rules of the run around local steps, and what else it needs; pins are changed as the arguments say.
 
     Raises:
@@ -139,12 +137,12 @@ def _of_run(arguments: argparse.Namespace, store: CheckpointStore) -> tuple[Ckpt
             store.set_pin(step, True)
         for step in arguments.unpin:
             store.set_pin(step, False)
-    rules = _rules_by(arguments, _rules(arguments.path))
+    rules = _rules_by(arguments, _rules(path))
     _check_metric(store, rules)
-    return rules, _spares(arguments.path, store, rules)
+    return rules, _spares(path, store, rules)
 
 
-def _of_arguments(arguments: argparse.Namespace) -> CkptConfig:
+def _of_arguments(arguments: Prune) -> CkptConfig:
     """The rules for steps below a URL: those in the arguments alone.
 
     Raises:
@@ -165,7 +163,7 @@ def _of_arguments(arguments: argparse.Namespace) -> CkptConfig:
     return rules
 
 
-def _rules_by(arguments: argparse.Namespace, rules: CkptConfig) -> CkptConfig:
+def _rules_by(arguments: Prune, rules: CkptConfig) -> CkptConfig:
     """These rules, with what the arguments say in place of theirs.
 
     Raises:
@@ -239,45 +237,40 @@ def _check_metric(store: CheckpointStore, rules: CkptConfig) -> None:
         raise UsageError(f"--metric {rules.metric}: no step has it; metrics of evaluations here: {known}")
 
 
-def add_copy(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ckpt copy`."""
-    command.add_argument(
-        "step",
-        type=place,
-        help="a step_N folder, or an output folder (its newest good step), or the URL of one",
-    )
-    command.add_argument(
-        "dest",
-        type=place,
-        help="an output folder, in whose checkpoints folder the copy is then, or the URL of a run",
-    )
-    command.add_argument(
-        "--link", action="store_true", help="hard links instead of copies: no space, but damage is shared"
-    )
+class Copy(ToolCommand):
+    """Copy a whole checkpoint, as it is, into another folder's checkpoints."""
 
+    command = "ckpt copy"
+    positional = ("step", "dest")
+    step: Place
+    """A step_N folder, or an output folder (its newest good step), or the URL of one."""
+    dest: Place
+    """An output folder, in whose checkpoints folder the copy is then, or the URL of a run."""
+    link: bool = False
+    """Hard links instead of copies: no space, but damage is shared."""
 
-def copy(arguments: argparse.Namespace) -> int:
-    """Run `ckpt copy`.
+    def execute(self) -> int:
+        """Run `ckpt copy`.
 
-    Raises:
-        UsageError: links are wanted from or to an object store.
-    """
-    given, dest = arguments.step, arguments.dest
-    if arguments.link and (remote := [place for place in (given, dest) if isinstance(place, str)]):
-        raise UsageError(f"--link: {remote[0]} is a URL, where no hard links can be; leave out --link")
-    tier = tier_for_copies(dest)
-    if isinstance(given, str) and isinstance(tier, CheckpointStore):
-        with progress_bars() as stage:  # straight into its place, rather than through a temporary folder
-            copied = receive(given, tier, stage)
-        folder, name = str(copied), name_of(given, copied)
-    else:
-        with local(given, newest=True) as found:
-            step = step_in(found)
-            name = name_of(given, step)
-            with progress_bars() as stage:
-                folder = tier.take(step, str(dest), link=arguments.link, stage=stage)
-    if arguments.json:
-        print_json({"step": name, "folder": folder, "linked": arguments.link})
-    else:
-        say(f"{folder} is a copy of {name}, and verified")
-    return 0
+        Raises:
+            UsageError: links are wanted from or to an object store.
+        """
+        given, dest = self.step, self.dest
+        if self.link and (remote := [place for place in (given, dest) if isinstance(place, str)]):
+            raise UsageError(f"--link: {remote[0]} is a URL, where no hard links can be; leave out --link")
+        tier = tier_for_copies(dest)
+        if isinstance(given, str) and isinstance(tier, CheckpointStore):
+            with progress_bars() as stage:  # straight into its place, rather than through a temporary folder
+                copied = receive(given, tier, stage)
+            folder, name = str(copied), name_of(given, copied)
+        else:
+            with local(given, newest=True) as found:
+                step = step_in(found)
+                name = name_of(given, step)
+                with progress_bars() as stage:
+                    folder = tier.take(step, str(dest), link=self.link, stage=stage)
+        if self.as_json:
+            print_json({"step": name, "folder": folder, "linked": self.link})
+        else:
+            say(f"{folder} is a copy of {name}, and verified")
+        return 0

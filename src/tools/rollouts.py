@@ -1,13 +1,15 @@
 """The `rollouts` command: the answers that an RL run was trained on, in the terminal."""
 
-import argparse
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BeforeValidator, Field
+
+from cairn.config.cli import load
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -15,6 +17,7 @@ from cairn.run.files import DamagedFile
 from cairn.run.tables import Cut, print_table
 from cairn.run.view import RunView
 from cairn.tools.ckpt_output import print_json, say
+from cairn.tools.ckpt_places import LocalRun, ToolCommand
 
 Row = dict[str, Any]
 
@@ -31,52 +34,109 @@ MARKUP = re.compile(
 """What separates messages in a rendered prompt, in the usual templates."""
 
 
+class RolloutKey(NamedTuple):
+    """Names an answer, as the first column of the table does."""
+
+    step: int
+    place: int
+    sample: int
+
+    @classmethod
+    def of(cls, text: str) -> "RolloutKey":
+        """The key in STEP/PLACE/SAMPLE.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            step, place, sample = map(int, text.split("/"))
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is not a key such as 12/190/3: step, place and sample, as in the table"
+            ) from None
+        return cls(step, place, sample)
+
+
+class Steps(NamedTuple):
+    """Steps from the first to the last, both included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, text: str) -> "Steps":
+        """The steps in N, or A-B.
+
+        Raises:
+            ValueError: it names none.
+        """
+        try:
+            first, _, last = text.partition("-")
+            return cls(int(first), int(last or first))
+        except ValueError:
+            raise ValueError(f"{text!r} is neither a step such as 12 nor steps such as 10-20") from None
+
+
+class Rollouts(ToolCommand):
+    """Show the answers that an RL run was trained on; the run may be going on. Without options: the newest.
+
+    The key in the first column shows one whole conversation.
+    """
+
+    command = "rollouts"
+    positional = ("run_dir", "key")
+    exclusive = ("best", "worst", "limit")
+    run_dir: LocalRun
+    """The run's --output-dir."""
+    key: Annotated[RolloutKey, BeforeValidator(RolloutKey.of)] | None = None
+    """Show the conversation STEP/PLACE/SAMPLE in full."""
+    step: Annotated[Steps, BeforeValidator(Steps.of)] | None = None
+    """Only these optimiser steps: N, or A-B."""
+    environment: str | None = None
+    """Only answers in this environment."""
+    problem: int | None = None
+    """Only answers to this problem."""
+    min_reward: float | None = None
+    """Only rewards of at least so much."""
+    max_reward: float | None = None
+    """Only rewards of at most so much."""
+    failed: bool = False
+    """Only answers that failed: how many, by reason."""
+    best: int | None = Field(default=None, gt=0)
+    """The N with the highest rewards."""
+    worst: int | None = Field(default=None, gt=0)
+    """The N with the lowest rewards."""
+    limit: int | None = Field(default=None, gt=0)
+    """The N newest (default: 20; with --json: all)."""
+    full: bool = False
+    """Show every conversation in full."""
+
+    def execute(self) -> int:
+        kept = _kept(self.run_dir)
+        if self.failed and not (self.key or self.full or self.as_json):
+            _print_reasons(_found(kept, self), self)
+            return 0
+        chosen = [self.key] if self.key else _choose(kept, self)
+        rows = _whole(kept, chosen)
+        if self.key and not rows:
+            steps = kept.steps()
+            raise UsageError(
+                f"{self.run_dir}: there is no rollout {'/'.join(map(str, self.key))} "
+                f"(STEP/PLACE/SAMPLE); steps {steps[0]} to {steps[-1]} are kept"
+            )
+        if self.as_json:
+            print_json([_finite(row) for row in rows])
+        elif self.key or self.full:
+            for row in rows:
+                _print_conversation(row)
+        else:
+            _print_rows(rows)
+        return 0
+
+
 def run() -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollouts",
-        description="Show the answers that an RL run was trained on; the run may be going on. Without "
-        "options: the newest ones. The key in the first column shows one whole conversation.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the run's --output-dir")
-    parser.add_argument(
-        "key", nargs="?", type=_key, metavar="STEP/PLACE/SAMPLE", help="show this conversation in full"
-    )
-    parser.add_argument("--step", type=_steps, metavar="N or A-B", help="only these optimiser steps")
-    parser.add_argument("--environment", metavar="NAME", help="only those of this environment")
-    parser.add_argument("--problem", type=int, metavar="N", help="only answers to this problem")
-    parser.add_argument("--min-reward", type=_number, metavar="X", help="only rewards of at least X")
-    parser.add_argument("--max-reward", type=_number, metavar="X", help="only rewards of at most X")
-    parser.add_argument("--failed", action="store_true", help="only those that failed: how many, by reason")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", type=_count, metavar="N", help="the N with the highest rewards")
-    order.add_argument("--worst", type=_count, metavar="N", help="the N with the lowest rewards")
-    order.add_argument(
-        "--limit", type=_count, metavar="N", help=f"the N newest (default: {SHOWN}; with --json: all)"
-    )
-    parser.add_argument("--full", action="store_true", help="show every conversation in full")
-    parser.add_argument("--json", action="store_true", help="print JSON, with tokens and logprobs")
-    arguments = parser.parse_args(sys.argv[1:])
-    kept = _kept(arguments.run)
-    if arguments.failed and not (arguments.key or arguments.full or arguments.json):
-        _print_reasons(_found(kept, arguments), arguments)
-        return 0
-    chosen = [arguments.key] if arguments.key else _choose(kept, arguments)
-    rows = _whole(kept, chosen)
-    if arguments.key and not rows:
-        steps = kept.steps()
-        raise UsageError(
-            f"{arguments.run}: there is no rollout {'/'.join(map(str, arguments.key))} "
-            f"(STEP/PLACE/SAMPLE); steps {steps[0]} to {steps[-1]} are kept"
-        )
-    if arguments.json:
-        print_json([_finite(row) for row in rows])
-    elif arguments.key or arguments.full:
-        for row in rows:
-            _print_conversation(row)
-    else:
-        _print_rows(rows)
-    return 0
+    return load(Rollouts, sys.argv[1:]).execute()
 
 
 def _kept(path: Path) -> KeptRollouts:
@@ -105,10 +165,10 @@ def _kept(path: Path) -> KeptRollouts:
     )
 
 
-def _choose(kept: KeptRollouts, arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
+def _choose(kept: KeptRollouts, arguments: Rollouts) -> list[tuple[int, int, int]]:
     """The keys of the rollouts that the options select, in the order in which they are to be shown."""
     ranked = arguments.best or arguments.worst
-    limit = arguments.limit or (None if arguments.json else SHOWN)
+    limit = arguments.limit or (None if arguments.as_json else SHOWN)
     found = _found(kept, arguments, None if ranked else limit)
     if ranked:
         found = [row for row in found if row["reward"] is not None]
@@ -119,15 +179,15 @@ def _choose(kept: KeptRollouts, arguments: argparse.Namespace) -> list[tuple[int
     return [_key_of(row) for row in found]
 
 
-def _found(kept: KeptRollouts, arguments: argparse.Namespace, enough: int | None = None) -> list[Row]:
+def _found(kept: KeptRollouts, arguments: Rollouts, enough: int | None = None) -> list[Row]:
     """The rollouts that the options select, the oldest first; earlier steps only until there are `enough`."""
     steps = kept.steps()
     if arguments.step:
         first, last = arguments.step
         if not (wanted := [step for step in steps if first <= step <= last]):
             raise UsageError(
-                f"{arguments.run}: no rollouts of step {first} to {last} are kept; those of steps {steps[0]} "
-                f"to {steps[-1]} are"
+                f"{arguments.run_dir}: no rollouts of step {first} to {last} are kept; those of steps "
+                f"{steps[0]} to {steps[-1]} are"
             )
         steps = wanted
     found: list[Row] = []
@@ -138,7 +198,7 @@ def _found(kept: KeptRollouts, arguments: argparse.Namespace, enough: int | None
     return found
 
 
-def _selected(row: Row, arguments: argparse.Namespace) -> bool:
+def _selected(row: Row, arguments: Rollouts) -> bool:
     reward = row["reward"]
     at_least, at_most = arguments.min_reward, arguments.max_reward
     return (
@@ -199,7 +259,7 @@ def _print_rows(rows: list[Row]) -> None:
     print_table(columns, [[show(row) for show in columns.values()] for row in rows])
 
 
-def _print_reasons(rows: list[Row], arguments: argparse.Namespace) -> None:
+def _print_reasons(rows: list[Row], arguments: Rollouts) -> None:
     """Why rollouts failed, the most frequent reason first; reasons that differ in numbers alone are one."""
     if not rows:
         say("no rollout is selected")
@@ -226,7 +286,7 @@ def _print_reasons(rows: list[Row], arguments: argparse.Namespace) -> None:
     if (more := len(kinds) - limit) > 0:
         say(f"and {more} reasons more; --limit {len(kinds)} shows all")
     newest = "/".join(map(str, _key_of(rows[-1])))
-    say(f"each answer: --failed --full; one conversation: rollouts {arguments.run} {newest}")
+    say(f"each answer: --failed --full; one conversation: rollouts {arguments.run_dir} {newest}")
 
 
 def _kind(reason: str) -> str:
@@ -283,39 +343,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# Arguments
-
-
-def _key(text: str) -> tuple[int, int, int]:
-    try:
-        step, place, sample = map(int, text.split("/"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a key such as 12/190/3: step, place and sample, as in the table"
-        ) from None
-    return step, place, sample
-
-
-def _steps(text: str) -> tuple[int, int]:
-    try:
-        first, _, last = text.partition("-")
-        return int(first), int(last or first)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a step such as 12 nor steps such as 10-20"
-        ) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

@@ -18,6 +18,7 @@ from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch import main
 from cairn.run import faults
+from cairn.tools.ckpt import COMMANDS
 
 EVIL = "\x1b[2J\x9b31m[red]x[/nope]\u202e"
 """Clears the screen, colours it, breaks rich's markup, and turns the direction of writing."""
@@ -326,3 +327,36 @@ def test_what_is_no_checkpoint_is_bad_usage_for_every_command(
     assert finished.code == 2, finished.output
     assert finished.output.startswith(f"error: {tmp_path / where}")
     assert len(finished.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "give a command; ckpt --help lists them"),
+        (("lst",), "ckpt lst: there is no such command; did you mean list?"),
+        (("show",), "STEP: it must be given"),
+        (("show", "a", "b"), "unexpected argument 'b'"),
+        (("show", "--step", "a"), "--step: STEP is given without a flag"),
+        (("list", ".", "--josn"), "--josn: there is no such setting; did you mean --json?"),
+        (("average", "out"), "STEPS: it must be given"),
+        (("average", "a", "b", "out", "--weights", "1,2", "--ema", "0.5"), "--weights and --ema exclude"),
+        (("average", "a", "b", "out", "--weights", "0,0"), "is no list of weights; give one such as 1,2,1"),
+        (("export", "a", "b", "--format", "hff"), "'hff' is not one of "),
+        (("export", "a", "b", "--shard-size", "x"), "--shard-size: 'x' is no size"),
+        (("verify", "s3x://bucket/step_2"), "PATH: s3x:// is no object store; known are s3://"),
+        (("audit", "s3://bucket/run"), "RUN: s3://bucket/run is a URL, where only checkpoints are kept"),
+    ],
+)
+def test_wrong_arguments(ckpt: Callable[..., Finished], argv: tuple[str, ...], words: str):
+    done = ckpt(*argv)
+    assert (done.code, words in done.output) == (2, True), done.output
+
+
+def test_help_of_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name, command in COMMANDS.items():
+        monkeypatch.setattr("sys.argv", ["ckpt", name, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            main.ckpt()
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: ckpt {name} {command.positional[0].upper()}")
+        assert "--json" in shown

@@ -79,10 +79,7 @@ def shown(
     def show(*arguments: str, path: Path = run.path, code: int = 0, width: int = 200) -> str:
         monkeypatch.setattr(sys, "argv", ["rollouts", str(path), *arguments])
         monkeypatch.setenv("COLUMNS", str(width))
-        try:
-            found = command()
-        except SystemExit as exit:  # argparse
-            found = exit.code
+        found = command()
         output = capsys.readouterr()
         assert found == code, output.err
         return output.err if code else output.out + output.err
@@ -274,4 +271,4 @@ def test_the_command_is_installed():
         text=True,
         check=False,
     )
-    assert "--best N" in done.stdout
+    assert "--best INT" in done.stdout
