@@ -1,6 +1,5 @@
 """Settings of records to train on, one data set or several with weights, and of validation."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.environment import LABEL
-from cairn.config.settings import BaseConfig, refuse_twins
+from cairn.config.settings import BaseConfig, ExistingPath, refuse_twins, separate
 
 if TYPE_CHECKING:
     from cairn.run.data_sets import DataSetPart
@@ -20,7 +19,7 @@ ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz|zst))?$"
 class DataSetConfig(BaseConfig):
     """Where the records of a data set are, and how they are read."""
 
-    name: str = ""
+    name: ExistingPath = ""
     """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
     split: str = "train"
     """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
@@ -39,12 +38,6 @@ class DataSetConfig(BaseConfig):
     def part(self) -> "DataSetPart | None":
         """The part of the split that is read; None: all of it."""
         return None
-
-    @field_validator("name")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
-        return os.path.abspath(value) if value and os.path.exists(value) else value
 
     @model_validator(mode="after")
     def _streams_have_no_slices(self) -> "DataSetConfig":
@@ -156,8 +149,7 @@ class SFTDataConfig(RecordsConfig):
     @field_validator("learn")
     @classmethod
     def _separate(cls, value: list[str]) -> list[str]:
-        roles = [role.strip() for part in value for role in part.split(",") if role.strip()]
-        if not roles:
+        if not (roles := separate(value)):
             raise ValueError('nothing would be learned: name a role, such as "assistant"')
         return roles
 
@@ -195,16 +187,10 @@ class HeldOutPart(SFTDataConfig):
 class HeldOutDataConfig(BaseConfig):
     """Where held-out records are."""
 
-    name: str
+    name: ExistingPath
     """Like data.name: a file, a folder, or a name on the hub."""
     split: str = "train"
     """Split to validate on, or a slice of it such as train[95%:]; a single file has only train."""
-
-    @field_validator("name")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
-        return os.path.abspath(value) if value and os.path.exists(value) else value
 
 
 class ValidationConfig(BaseConfig):

@@ -1,8 +1,8 @@
 """Settings of environments: sampling, length penalties, difficulty pools, advantages and evaluations."""
 
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cairn.config.settings import BaseConfig
 
@@ -28,6 +28,14 @@ def checked_stop(stop: Any, name: str = "stop") -> tuple[str, ...]:
                 "where no answer can be told to end"
             )
     return tuple(dict.fromkeys(texts))
+
+
+def _stops(value: Any) -> list[str] | None:
+    return None if value is None else list(checked_stop(value))
+
+
+Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
+"""Texts at which an answer ends: one, or several."""
 
 
 class SamplingConfig(BaseConfig):
@@ -168,15 +176,10 @@ class EnvironmentSamplingConfig(BaseConfig):
     unlisted = frozenset({"temperature"})
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer (default: that of the run)."""
-    stop: list[str] | None = None
+    stop: Stops = None
     """Texts at which an answer ends (default: those of the run)."""
     temperature: None = None
     """Must be left out: a batch has one temperature, sampling.temperature of the run."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _texts(cls, value: Any) -> list[str] | None:
-        return None if value is None else list(checked_stop(value))
 
     @field_validator("temperature", mode="before")
     @classmethod
@@ -214,13 +217,8 @@ class EvalSamplingConfig(BaseConfig):
     """Softmax temperature, 0 to 2; 0 always takes the likeliest token."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer (default: as in training)."""
-    stop: list[str] | None = None
+    stop: Stops = None
     """Texts at which an answer ends (default: as in training)."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _texts(cls, value: Any) -> list[str] | None:
-        return None if value is None else list(checked_stop(value))
 
 
 class EvalConfig(BaseConfig):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cairn.config.settings import BaseConfig
+from cairn.config.settings import BaseConfig, separate
 
 
 class ModelConfig(BaseConfig):
@@ -51,7 +51,7 @@ class LoraConfig(BaseConfig):
     @field_validator("targets", "modules_to_save")
     @classmethod
     def _separate(cls, value: list[str]) -> list[str]:
-        return sorted({name.strip() for part in value for name in part.split(",") if name.strip()})
+        return sorted({*separate(value)})
 
     @model_validator(mode="after")
     def _targets_fit(self) -> "LoraConfig":

@@ -2,7 +2,6 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of the orchestrator (prompts, rollouts, rewards, batches), and of `eval`, which takes them."""
 
-import os
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -20,7 +19,7 @@ from cairn.config.environment import (
     SamplingConfig,
 )
 from cairn.config.inference import InferenceConfig
-from cairn.config.settings import refuse_twins
+from cairn.config.settings import AbsolutePath, refuse_twins
 from cairn.config.shared import SharedConfig
 
 
@@ -244,7 +243,7 @@ class EvaluateConfig(OrchestratorConfig):
     """Load the models into a given server although it serves the policy of a run that may be going on."""
     as_json: bool = Field(default=False, validation_alias="json")
     """Print the results as JSON; everything else goes to standard error."""
-    out: str = Field(default="outputs/evals", validate_default=True)
+    out: AbsolutePath = Field(default="outputs/evals", validate_default=True)
     """Folder for results and answers; the same command with the same folder goes on where it was ended."""
     inference: InferenceConfig = InferenceConfig()
     """The server that is started unless --inference-url names one; its port is a free one by default."""
@@ -255,11 +254,6 @@ class EvaluateConfig(OrchestratorConfig):
         if not all(value):
             raise ValueError("an empty name is no model")
         return value
-
-    @field_validator("out")
-    @classmethod
-    def _absolute_folder(cls, value: str) -> str:
-        return os.path.abspath(value)
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
         server = self.inference.settled(gpu=gpu, gpu_servers=gpu_servers)

@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from cairn.config.data import RecordsConfig
 from cairn.config.loss import CustomLossConfig, LossConfig, tag_by_type
+from cairn.config.settings import AbsolutePath
 from cairn.config.shared import SlurmConfig
 from cairn.config.trainer import TrainerBase
 
@@ -182,7 +183,7 @@ class DPOConfig(TrainerBase):
     """Learning from preferences (DPO, IPO, KTO, SimPO, ORPO) with FSDP2 on Ray workers."""
 
     task = "dpo"
-    output_dir: str = Field(default="outputs/dpo", validate_default=True)
+    output_dir: AbsolutePath = Field(default="outputs/dpo", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: PreferenceDataConfig = PreferenceDataConfig()
     loss: AnyPairLossConfig = DPOLossConfig()
@@ -213,7 +214,7 @@ class RewardConfig(TrainerBase):
 
     task = "reward"
     unlisted = frozenset({"lora", "router_aux_coef"})
-    output_dir: str = Field(default="outputs/reward", validate_default=True)
+    output_dir: AbsolutePath = Field(default="outputs/reward", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: PreferenceDataConfig = PreferenceDataConfig()
     loss: BradleyTerryLossConfig = BradleyTerryLossConfig()

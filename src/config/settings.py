@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -234,6 +235,20 @@ class BaseConfig(BaseModel):
             if isinstance(text, str) and is_url(text) and holds_credentials(text):
                 raise ValueError(NO_CREDENTIALS)
         return cast("object", value)
+
+
+def _absolute_if_there(value: str) -> str:
+    return os.path.abspath(value) if value and os.path.exists(value) else value
+
+
+AbsolutePath = Annotated[str, AfterValidator(os.path.abspath)]
+ExistingPath = Annotated[str, AfterValidator(_absolute_if_there)]
+"""A path, made absolute if there is something, as Ray's workers have another current directory; or a name."""
+
+
+def separate(names: list[str]) -> list[str]:
+    """Names that are given one by one, or several with commas between them."""
+    return [name.strip() for part in names for name in part.split(",") if name.strip()]
 
 
 def _size(text: str) -> str:

@@ -1,6 +1,5 @@
 """Settings that several commands have: GPUs, supervision, preemption, Slurm."""
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
-from cairn.config.settings import BaseConfig
+from cairn.config.settings import AbsolutePath, BaseConfig
 
 if TYPE_CHECKING:
     from cairn.run.directory import RunDirectory
@@ -46,16 +45,11 @@ class SharedConfig(CommandConfig):
     """Seed of all random draws of the run."""
     max_steps: int = Field(default=100, ge=1)
     """Total optimiser steps of the run, including those before a resume."""
-    output_dir: str = Field(default="outputs/rl", validate_default=True)
+    output_dir: AbsolutePath = Field(default="outputs/rl", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     ckpt: CkptConfig | None = None
     self_check: bool = True
     """Refuse a model whose logprobs differ alone, in micro-batches, or on the servers; off: train anyway."""
-
-    @field_validator("output_dir")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        return os.path.abspath(value)
 
     def run_directory(self) -> "RunDirectory":
         """The run directory."""
@@ -78,10 +72,7 @@ class SharedConfig(CommandConfig):
         return self.model_copy(update=values)
 
 
-# Settings of supervision: detecting hung processes, and restarting them.
-
-
-# Settings for machines that are taken away at short notice.
+# Settings of supervision: detecting hung processes, restarting them, and machines that are taken away.
 
 
 class PreemptionConfig(BaseConfig):
@@ -150,14 +141,6 @@ def _checked(value: Any) -> Any:
 
 Gpus = Annotated[str | None, BeforeValidator(_checked)]
 """How many GPUs, or which; None leaves it to `cairn.launch.plan.gpu_assignment`."""
-
-
-# Paths in settings.
-
-
-def absolute_if_there(value: str) -> str:
-    """The path of what exists, made absolute, as Ray's workers have another current directory."""
-    return os.path.abspath(value) if value and os.path.exists(value) else value
 
 
 # Settings of jobs of Slurm's.

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from cairn.config.settings import BaseConfig
-from cairn.config.shared import absolute_if_there
+from cairn.config.settings import BaseConfig, ExistingPath
 
 START = "start"
 """The source that stands for the weights which the run starts from."""
@@ -26,7 +25,7 @@ def is_served(source: str) -> bool:
 class KLConfig(BaseConfig):
     """A penalty on the KL divergence from a reference model, which keeps the policy close to it."""
 
-    reference: str | None = None
+    reference: ExistingPath | None = None
     """start (the weights the run starts from), a folder, step_N, hub name, or URL of a vLLM server."""
     coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight of the penalty; 0 measures the divergence and changes nothing."""
@@ -36,11 +35,6 @@ class KLConfig(BaseConfig):
     """loss: a term with a gradient; reward: subtracted from each token's advantage, without one."""
     unbiased: bool = False
     """loss: weight it by the token's ratio, gradient included; this makes k1's and k3's gradient unbiased."""
-
-    @field_validator("reference")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        return value and absolute_if_there(value)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -73,15 +67,10 @@ class KLConfig(BaseConfig):
 class DistillConfig(BaseConfig):
     """On-policy distillation: each token of the policy's own answers is rewarded by a teacher's logprob."""
 
-    teacher: str | None = None
+    teacher: ExistingPath | None = None
     """start (the weights the run starts from), a folder, step_N, hub name, or URL of a vLLM server."""
     coef: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Weight of teacher logprob - policy logprob, which is added to each token's advantage."""
-
-    @field_validator("teacher")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        return value and absolute_if_there(value)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -1,16 +1,16 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cairn.config.data import HeldOutPart, SFTDataConfig, ValidationConfig
 from cairn.config.environment import GAE
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.model import LoraConfig, PrecisionConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig, SchedulerConfig, SpikeConfig
-from cairn.config.settings import BaseConfig, refuse_twins
+from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
 from cairn.config.shared import Gpus, SharedConfig, SlurmConfig, SupervisionConfig
 from cairn.config.teachers import KLConfig, WithTeachers
 
@@ -118,7 +118,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
     state_on: Literal["device", "host"] = "device"
     """host: weights, gradients and optimiser state in host memory, stepped by `threads` CPU threads: slow."""
-    freeze: list[str] = []
+    freeze: Annotated[list[str], AfterValidator(separate)] = []
     """Weights that are not trained: names in transformers, or patterns such as model.layers.[0-7].*"""
     lora: LoraConfig | None = None
     router_aux_coef: float | None = Field(default=None, ge=0)
@@ -131,11 +131,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Use deterministic kernels only: slower on GPUs, no difference on CPUs."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
-
-    @field_validator("freeze")
-    @classmethod
-    def _separate(cls, value: list[str]) -> list[str]:
-        return [name.strip() for part in value for name in part.split(",") if name.strip()]
 
     def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
         return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
@@ -249,7 +244,7 @@ class SFTConfig(TrainerBase):
 
     task = "sft"
     loss_is_positive = True
-    output_dir: str = Field(default="outputs/sft", validate_default=True)
+    output_dir: AbsolutePath = Field(default="outputs/sft", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()
     validation: list[ValidationConfig] = []

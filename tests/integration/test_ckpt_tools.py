@@ -17,10 +17,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
-        try:
-            code = main.ckpt()
-        except SystemExit as exit:
-            code = exit.code
+        code = main.ckpt()
         captured = capsys.readouterr()
         return Finished(code, captured.out + captured.err)
 

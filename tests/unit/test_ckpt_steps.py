@@ -33,10 +33,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
         capsys.readouterr()  # what making models has printed
-        try:
-            code = main.ckpt()
-        except SystemExit as stopped:
-            code = stopped.code
+        code = main.ckpt()
         captured = capsys.readouterr()
         return Finished(code, captured.out + captured.err)
 

@@ -51,10 +51,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
         monkeypatch.setattr("cairn.run.output.lines", lambda *_: no_progress)  # a slow machine prints some
         capsys.readouterr()
-        try:
-            code = main.ckpt()
-        except SystemExit as stopped:
-            code = stopped.code
+        code = main.ckpt()
         captured = capsys.readouterr()
         output = captured.out + captured.err
         assert os.environ["AWS_SECRET_ACCESS_KEY"] not in output
