@@ -19,23 +19,29 @@ from torch.nn import Parameter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
-from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from cairn.checkpoint.tensors.layout import tensor_files
+from cairn.inference.plugin.vllm_internals import (
+    SKIP_TENSORS,
+    Attention,
+    DefaultModelLoader,
+    LinearBase,
+    MLAAttention,
+    RotaryEmbedding,
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+    dispatch_cpu_unquantized_gemm,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    layerwise_groups,
+    materialize_meta_tensor,
+    process_weights_after_loading,
+    restore_layer_refs,
+)
 from cairn.inference.plugin.weight_files import WORKERS
 from cairn.inference.server import MODEL_REFUSED
 from cairn.policy.checksums import checksum, wrapped

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from vllm.config import ModelConfig
-from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.logger import init_logger
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -21,6 +20,7 @@ from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.formats import FORMATS, TensorSource
 from cairn.formats.common.match_layout import weights_of
+from cairn.inference.plugin.vllm_internals import layerwise_groups
 from cairn.inference.plugin.weight_files import (
     ExpectedTensors,
     UnusableWeights,

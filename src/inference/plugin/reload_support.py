@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from cairn.inference.plugin.vllm_internals import (
+    BaseKVCacheMethod,
+    FusedMoEExperts,
+    OnlineLinearBase,
+    OnlineMoEMethodBase,
+    QuantizeMethodBase,
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 from cairn.inference.server import MODEL_REFUSED
 
 UNQUANTISED = (
