@@ -81,7 +81,7 @@ class CkptConfig(BaseConfig):
     mode: Literal["min", "max"] | None = None
     """Whether a smaller (min) or a larger (max) metric is better."""
     metric_interval: int | None = Field(default=None, ge=1)
-    """The interval of the evaluation that `metric` is of; rl knows it, only `trainer` must be told."""
+    """The interval of the evaluation that `metric` is of; rl knows it, only `trainer` must be given it."""
     milestones: list[int] = []
     """Also keep these steps, for ever."""
     verify: Literal["load", "save", "off"] = "load"

@@ -93,7 +93,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     task: ClassVar[str]
     """The kind of training: a name in `cairn.trainer.tasks`."""
     loss_is_positive: ClassVar[bool] = False
-    """Whether the loss has a mean that a spike of it can be told by; a policy's loss is around 0."""
+    """Whether the loss has a mean that a spike of it can be compared with; a policy's loss is around 0."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
     workers: int | None = Field(default=None, ge=1)

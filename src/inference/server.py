@@ -84,7 +84,7 @@ def reason(log: str) -> LogReason | None:
     return found[0] if found else None
 
 
-class ServerSigns:
+class ServerProgress:
     """Notes a server's progress in the heartbeat of this process."""
 
     def __init__(self) -> None:
@@ -378,11 +378,11 @@ def run(
             server.wait_ready()
         seconds = time.monotonic() - began
         print(f"inference ready at {server.url} (model {model}, {seconds:.1f} s)", flush=True)
-        signs = ServerSigns()
+        progress = ServerProgress()
         while True:
             time.sleep(1)
             server.check()
-            signs.note(server.status())
+            progress.note(server.status())
     except KeyboardInterrupt:
         print("stopping the inference server", flush=True)
         return 0

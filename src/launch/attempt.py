@@ -87,7 +87,7 @@ def begin(
         say_missing(run, own_step, earlier)
     program, *given = sys.argv
     argv = [command, *given] if Path(program).name == command else []  # else a Python program has begun it
-    run.history.begin_attempt(number, run.last_sign() if goes_on else None, argv)
+    run.history.begin_attempt(number, run.last_active() if goes_on else None, argv)
     dropped = run.metrics.keep_through(own_step)
     if run.evals.path.exists() or run.evaluations.exists():
         forgotten = run.forget_evaluations(attempt, _made_again_through(run, attempt, recipe))

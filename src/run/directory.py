@@ -187,7 +187,7 @@ class RunDirectory:
         return self.heartbeats / f"{role}.calls"
 
     def heartbeat(self, role: str) -> Path:
-        """Where the process that has `role` gives its signs of life."""
+        """Where the process that has `role` writes its heartbeat."""
         return self.heartbeats / f"{role}.json"
 
     def spans_of(self, role: str) -> Path:
@@ -195,14 +195,14 @@ class RunDirectory:
         return self.spans / f"{role}.jsonl"
 
     def beats(self) -> dict[str, Beat]:
-        """The newest sign of life of each process that ever gave one here, by the name of its role."""
+        """The newest heartbeat of each process that ever wrote one here, by the name of its role."""
         notes = {path.stem: read_note(path, Beat) for path in entries(self.heartbeats, ".json")}
         return {role: beat for role, beat in sorted(notes.items()) if beat is not None}
 
-    def last_sign(self) -> float | None:
+    def last_active(self) -> float | None:
         """When anybody was last seen at work here, in seconds since 1970."""
-        signs = [*self.heartbeats.glob("*.json"), self.metrics.path, self.roles]
-        return max((path.stat().st_mtime for path in signs if path.exists()), default=None)
+        files = [*self.heartbeats.glob("*.json"), self.metrics.path, self.roles]
+        return max((path.stat().st_mtime for path in files if path.exists()), default=None)
 
     def set_role(self, role: str, state: str, pid: int | None = None, host: str | None = None) -> None:
         """Record in roles.json that `role` is now in `state`: running, waiting, done, stopped or failed.
@@ -285,9 +285,9 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Let other launchers in again."""
-        for held in (self._begun, self._lock):
-            if held is not None:
-                os.close(held)
+        for fd in (self._begun, self._lock):
+            if fd is not None:
+                os.close(fd)
         self._begun = self._lock = None
 
     def is_locked(self) -> bool:
@@ -412,12 +412,12 @@ class RunDirectory:
 def _is_at(fd: int, path: Path) -> bool:
     """Whether the open file is the one at this path; also if that can't be found out now."""
     try:
-        there, held = os.stat(path), os.fstat(fd)
+        there, opened = os.stat(path), os.fstat(fd)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # a server that does not answer
         return True
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+    return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 def _kind(file: bool) -> str:

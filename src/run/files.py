@@ -96,7 +96,7 @@ def _content(path: Path) -> bytes | None:
 def read_note(path: Path, shape: type[T] = object) -> T | None:
     """As `read_json`, but None whatever is wrong with the file.
 
-    For messages and signs of life: an unreadable one counts as not there. Its writer writes it again, or the
+    For messages and heartbeats: an unreadable one counts as not there. Its writer writes it again, or the
     reader's deadline passes.
     """
     try:

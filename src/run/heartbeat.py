@@ -1,4 +1,4 @@
-"""Signs of life: a file in which a process says what it is doing, for its supervisor.
+"""Heartbeats: a file in which a process says what it is doing, for its supervisor.
 
 A thread writes the file every second, so a stopped process falls silent. The main thread notes each time it
 begins something new, so a hanging process shows no new notes. Waiting for another process is no hang, because
@@ -18,7 +18,7 @@ from cairn.run import spans
 from cairn.run.files import read_note, write_json
 
 INTERVAL = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 LONGEST_LOOK = 2.0
 """Seconds that count at most between two looks; a longer gap means that the watcher itself was stopped."""
 
@@ -43,7 +43,7 @@ class Beat:
 
 
 class _Heart:
-    """This process's own sign of life."""
+    """This process's own heartbeat."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -82,7 +82,7 @@ _heart: _Heart | None = None
 
 
 def start(path: Path, spans_path: Path | None = None) -> None:
-    """From now on write this process's signs of life to `path`. A second call changes the path.
+    """From now on write this process's heartbeats to `path`. A second call changes the path.
 
     spans_path: the file for what it was doing when (`run/spans.py`), if that is to be recorded.
     """
@@ -139,12 +139,12 @@ def waiting_for(whom: str) -> Generator[None]:
 
 
 class Watch:
-    """Follows another process's signs of life.
+    """Follows another process's heartbeats.
 
     Args:
         path: the file that the process writes.
         pid: the process; content that another process left in the file is ignored.
-        silence: seconds without a sign of life after which the process counts as stopped.
+        silence: seconds without a heartbeat after which the process counts as stopped.
         standstill: seconds without progress after which it counts as hanging.
         setting: the flag that raises `standstill`, for the message.
         lengthy: the same as `standstill`, for what the process says may take long; --hang-timeout raises it.

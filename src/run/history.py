@@ -59,13 +59,13 @@ class History(JsonLines):
         numbers = (event["number"] for event in self.rows() if event["event"] == "attempt")
         return max(numbers, default=0)
 
-    def begin_attempt(self, number: int, last_sign: float | None, argv: Sequence[str] = ()) -> None:
-        """A launcher has begun; `last_sign` is when the attempt before it was last seen alive.
+    def begin_attempt(self, number: int, last_active: float | None, argv: Sequence[str] = ()) -> None:
+        """A launcher has begun; `last_active` is when the attempt before it was last seen alive.
 
         argv: the command line that started it, with the command's name; empty if a Python program did.
         """
         now = time.time()
-        idle = max(now - last_sign, 0.0) if last_sign else 0.0
+        idle = max(now - last_active, 0.0) if last_active else 0.0
         started = {"argv": list(argv), "folder": os.getcwd()} if argv else {}
         self.append({"time": now, "event": "attempt", "number": number, "idle": idle, **started})
 

@@ -158,7 +158,7 @@ def importing() -> Generator[None]:
 
 
 Stage = Callable[[str, int], Callable[[int], None]]
-"""Begins a stage of so many bytes; returns what is told how many more are done, by any thread."""
+"""Begins a stage of so many bytes; returns a function to call with how many more are done, by any thread."""
 FIRST_LINE = 2.0
 """Seconds; a stage that takes less prints no plain lines."""
 EACH_LINE = 10.0

@@ -30,7 +30,7 @@ class RoleStatus:
     entry: RoleEntry | None
     """What roles.json says of it."""
     beat: Beat | None
-    """The newest sign of life; perhaps that of an earlier process, so compare the pids."""
+    """The newest heartbeat; an earlier process may have written it, so compare the pids."""
 
     @property
     def state(self) -> str | None:
@@ -39,7 +39,7 @@ class RoleStatus:
 
     @property
     def doing(self) -> str | None:
-        """What its process says that it is doing; None if the newest sign of life is another process's."""
+        """What its process says that it is doing; None if another process wrote the newest heartbeat."""
         if self.beat is None or (self.entry is not None and self.entry.pid != self.beat.pid):
             return None
         return self.beat.doing
@@ -143,7 +143,7 @@ class RunView:
         """
         rows = self.metrics()
         account = Account(self.run.history.path, rows[-1] if rows else None)
-        return account.costs(None if self.run.is_locked() else self.run.last_sign())
+        return account.costs(None if self.run.is_locked() else self.run.last_active())
 
     def config(self) -> Mapping[str, Any] | None:
         """The resolved configuration of the latest attempt; None if there is none.
@@ -158,7 +158,7 @@ class RunView:
         return checkpoints_by(read_note(self.run.config, dict[str, Any]), self.run.path)
 
     def beat(self, role: str) -> Beat | None:
-        """The newest sign of life of whoever has `role`."""
+        """The newest heartbeat of whoever has `role`."""
         return read_note(self.run.heartbeat(role), Beat)
 
     def snapshot(self) -> RunSnapshot:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.middleware import MAX_BODY
-from cairn.inference.server import Server, ServerSigns
+from cairn.inference.server import Server, ServerProgress
 from cairn.orchestrator.completion.chat import ChatFormat, StopWatch
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
@@ -642,7 +642,7 @@ def test_a_long_update_is_no_hang(
     sender.source(7, [sender.here]).write(tmp_path)
     monkeypatch.setattr(heartbeat, "_heart", None)  # of this process, as if it had started the server
     heartbeat.start(tmp_path / "heartbeat.json")
-    signs = ServerSigns()
+    signs = ServerProgress()
     supervisors = {
         lengthy: Watch(tmp_path / "heartbeat.json", os.getpid(), silence=60, standstill=3.5, lengthy=lengthy)
         for lengthy in (600.0, None)

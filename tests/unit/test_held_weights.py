@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cairn.inference.plugin.loading import FIRST_UPDATES, SHARES, HeldWeights
+from cairn.inference.plugin.loading import FIRST_UPDATES, SHARES, ParameterChecks
 from cairn.policy.checksums import checksum
 from cairn.policy.errors import NotHeld
 
@@ -12,7 +12,7 @@ class Loaded:
     """A layer of three tensors: two are stacked, the third is computed with."""
 
     def __init__(self) -> None:
-        self.held = HeldWeights()
+        self.held = ParameterChecks()
         start = self.tensors(0.0)
         assert list(self.held.watch(start.items(), torch.float32)) == list(start.items())
         self.held.note(self.parameters(start).items())
@@ -55,12 +55,12 @@ def test_what_loaders_compute_with_is_left_to_the_probe():
 
 def test_nothing_is_held_against_a_model_whose_start_was_not_seen():
     unseen = Loaded()
-    unseen.held = HeldWeights()
+    unseen.held = ParameterChecks()
     unseen.check(unseen.tensors(1.0), unseen.tensors(0.5), "qk")
 
 
 def test_every_layer_is_looked_at_in_the_first_updates_and_then_in_turn():
-    held, seen = HeldWeights(), []
+    held, seen = ParameterChecks(), []
     for update in range(FIRST_UPDATES + 2 * SHARES):
         held.begin_update()
         due = [layer for layer in range(2 * SHARES) if held.is_due(layer)]

@@ -48,10 +48,10 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
 LIVES = """
 import json, sys, threading, time
 from pathlib import Path
-from cairn.inference.server import ServerSigns
+from cairn.inference.server import ServerProgress
 from cairn.run import heartbeat
 from cairn.run.waiting import wait_for
-signs = ServerSigns()
+signs = ServerProgress()
 heartbeat.start(Path(sys.argv[1]))
 heartbeat.doing("step 7")
 print("ready", flush=True)
@@ -220,7 +220,7 @@ def test_goodput_counts_kept_steps_over_the_time_at_work(tmp_path: Path, monkeyp
     assert (metrics["run/restarts"], metrics["run/restarts/trainer"]) == (1, 1)
     assert metrics["run/recomputed_steps"] == 1
     clock[0] = 9000.0
-    history.begin_attempt(2, last_sign=1030.0)
+    history.begin_attempt(2, last_active=1030.0)
     clock[0] = 9010.0
     assert Account(history.path, metrics).metrics()["run/wall_seconds"] == 40.0
 
@@ -235,7 +235,7 @@ def test_a_clock_that_is_set_back_costs_no_goodput(tmp_path: Path, monkeypatch: 
     clock[0] = 1000.0
     metrics = account.after_step(wait=0.0, step=4.0)
     assert (metrics["run/wall_seconds"], metrics["run/goodput"]) == (4.0, 1.0)
-    history.begin_attempt(2, last_sign=5010.0)
+    history.begin_attempt(2, last_active=5010.0)
     assert Account(history.path, metrics).metrics()["run/wall_seconds"] == 4.0
     assert [event["idle"] for event in history.rows()] == [0.0, 0.0]
 

@@ -75,7 +75,7 @@ class RepackableLoader(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """As in the base class; what comes is noted."""
-        yield from held_by(model).watch(super().get_all_weights(model_config, model), model_config.dtype)
+        yield from checks_of(model).watch(super().get_all_weights(model_config, model), model_config.dtype)
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
@@ -91,7 +91,7 @@ class RepackableLoader(DefaultModelLoader):
         check_heads(model)
         rotate_all_heads(model)
         pack_linear_weights(model.modules())
-        held_by(model).note(model.named_parameters())
+        checks_of(model).note(model.named_parameters())
         return model
 
 
@@ -225,17 +225,17 @@ def _load_layerwise(
     model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
 ) -> set[str]:
     """vLLM's own reload, which keeps the places in memory of what compiled graphs compute from."""
-    held = {
+    addresses = {
         module: {parameter.data_ptr() for parameter in module.parameters(recurse=False)}
         for module in model.modules()
     }
     try:
         initialize_layerwise_reload(model)
         loaded = {name for part in parts for name in _load(model, part.items())}
-        without = {m for m in held if (info := get_layerwise_info(m)).can_load() and not info.load_numel}
+        without = {m for m in addresses if (info := get_layerwise_info(m)).can_load() and not info.load_numel}
         # A head that is tied to the embeddings has their parameter, and gets no weights of its own.
-        reached = set().union(*(held[module] for module in held.keys() - without))
-        passed_by = {type(module).__name__ for module in without if held[module] - reached}
+        reached = set().union(*(addresses[module] for module in addresses.keys() - without))
+        passed_by = {type(module).__name__ for module in without if addresses[module] - reached}
         finalize_layerwise_reload(model, config)
     except BaseException:
         _close_layers(model, config)
@@ -271,7 +271,7 @@ def _load_and_pack(
     Returns vLLM's names of the parameters that were loaded.
     """
     parameters = dict(model.named_parameters())
-    held = held_by(model)
+    checks = checks_of(model)
     users = collections.defaultdict(list)  # several modules where weights are tied
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
@@ -285,17 +285,17 @@ def _load_and_pack(
     def load(number: int, layer: list[tuple[str, torch.Tensor]]) -> set[str]:
         with torch.no_grad():
             loaded = _load(model, layer)
-            if held.is_due(number):
+            if checks.is_due(number):
                 came = {name: checksum_of(name, tensor) for name, tensor in layer}
                 # Looked up anew: of heads with a bias, vLLM's loader makes a parameter each time.
-                compared.append(held.check(came, {name: model.get_parameter(name) for name in loaded}))
+                compared.append(checks.check(came, {name: model.get_parameter(name) for name in loaded}))
             pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
         return loaded
 
     layers = (
         [(name, part[name]) for name in names] for part in parts for names in layerwise_groups(list(part))
     )
-    held.begin_update()
+    checks.begin_update()
     with ThreadPoolExecutor(WORKERS) as workers:
         loaded = set().union(*workers.map(load, itertools.count(), layers))
     logger.info("%d of %d layers compared with what came", sum(compared), len(compared))
@@ -319,7 +319,7 @@ SHARES = 8
 """Then every layer is looked at in one of so many."""
 
 
-class HeldWeights:
+class ParameterChecks:
     """What a model's tensors and parameters were at the server's start, by their names."""
 
     def __init__(self) -> None:
@@ -365,12 +365,12 @@ class HeldWeights:
         return True
 
 
-def held_by(model: torch.nn.Module) -> HeldWeights:
+def checks_of(model: torch.nn.Module) -> ParameterChecks:
     """What is known of a model; nothing if it was not loaded by Cairn's loader."""
-    return _KNOWN.setdefault(model, HeldWeights())
+    return _KNOWN.setdefault(model, ParameterChecks())
 
 
-_KNOWN: "weakref.WeakKeyDictionary[torch.nn.Module, HeldWeights]" = weakref.WeakKeyDictionary()
+_KNOWN: "weakref.WeakKeyDictionary[torch.nn.Module, ParameterChecks]" = weakref.WeakKeyDictionary()
 
 
 def _total(sums: Mapping[str, int], names: Iterable[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a policy's folder offers to a server: checked files, or the tensors in a trainer's memory.
+"""Reads a policy from its folder: checked files, or the tensors in a trainer's memory.
 
 Runs in vLLM's API process, which prepares updates, and in its workers if they have to do without.
 """
@@ -104,7 +104,7 @@ def in_groups(sources: dict[str, TensorSource], groups: list[list[str]]) -> Iter
         yield {name: read_tensor(sources[name]) for name in names}
 
 
-# What a folder offers.
+# Reading any kind of policy.
 
 
 class NotFinite(RuntimeError):
@@ -112,7 +112,7 @@ class NotFinite(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Offer:
+class PolicyTensors:
     """A policy's tensors, in the layout of the folder or trainer.
 
     parts: the tensors, in one part or layer by layer. sums: their checksums, complete for each part that was
@@ -124,8 +124,8 @@ class Offer:
     count: int
 
 
-class Offers:
-    """Reads what policies' folders offer to one model.
+class PolicyReader:
+    """Reads policies for one model.
 
     Args:
         config: vLLM's, of the model.
@@ -146,7 +146,7 @@ class Offers:
         except (DamagedFile, ValueError, OSError, RecursionError) as error:
             raise UnusableWeights(f"{path}: does not say where its tensors are: {error}") from None
 
-    def open(self, path: str) -> Offer:
+    def open(self, path: str) -> PolicyTensors:
         """The tensors of a folder, checked, or those that its trainer is about to send.
 
         Those of a folder with an adapter are made of it and the base, a layer at a time.
@@ -163,7 +163,7 @@ class Offers:
             if (source := self.source(path)) is not None:
                 sums: dict[str, int] = {}
                 count = sum(map(math.prod, source.shapes.values()))
-                return Offer(self._from_trainer(source, sums), sums, count)
+                return PolicyTensors(self._from_trainer(source, sums), sums, count)
             if is_adapter(Path(path)):
                 return self._merged(path)
             arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
@@ -173,7 +173,7 @@ class Offers:
             logger.exception("cannot read %s", path)
             raise UnusableWeights(f"{path}: {error!r}") from None
         count = sum(tensor.numel() for tensor in arrived.weights.values())
-        return Offer([arrived.weights], arrived.sums, count)
+        return PolicyTensors([arrived.weights], arrived.sums, count)
 
     def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[Tensors]:
         """The trainer's tensors, a layer at a time; their checksums go into `sums`."""
@@ -202,7 +202,7 @@ class Offers:
 
         return checked()
 
-    def _merged(self, path: str) -> Offer:
+    def _merged(self, path: str) -> PolicyTensors:
         """The weights of the base with the folder's adapter."""
         sources = self._merging.sources(Path(path), self._expected.layout)
         sums: dict[str, int] = {}
@@ -217,7 +217,7 @@ class Offers:
                 yield weights
 
         count = sum(math.prod(source.spec.shape) for source in sources.values())
-        return Offer(checked(), sums, count)
+        return PolicyTensors(checked(), sums, count)
 
     @functools.cached_property
     def _merging(self) -> Merging:

@@ -22,7 +22,7 @@ from vllm.config import ModelConfig
 
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
-from cairn.inference.plugin.policy_source import NotFinite, Offer, Offers, Tensors
+from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, PolicyTensors, Tensors
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter
 from cairn.policy.errors import Altered, NotHeld, NotThere, Unchanged
@@ -131,7 +131,7 @@ class Staging:
     def __init__(
         self, config: ModelConfig, available: Callable[[], int] = available_memory, large: int = LARGE
     ):
-        self._offers = Offers(config)
+        self._reader = PolicyReader(config)
         self._dtype = config.dtype
         self._casts = config.head_dtype == config.dtype  # else one of the large matrices has a wider type
         self._available = available
@@ -141,26 +141,26 @@ class Staging:
         """Read or receive the policy of a folder, and check it.
 
         Raises:
-            Refused, Altered, Gone, NotThere: it can't be had; see `Offers.open`.
+            Refused, Altered, Gone, NotThere: it can't be had; see `PolicyReader.open`.
         """
-        source = self._offers.source(path)
+        source = self._reader.source(path)
         if source is None and is_adapter(Path(path)):
-            offer = self._offers.open(path)
-            size = offer.count * self._dtype.itemsize
-            return self._as_it_comes(path, offer, 2 * size) if self._fits(size) else Staged(path)
+            policy = self._reader.open(path)
+            size = policy.count * self._dtype.itemsize
+            return self._as_it_comes(path, policy, 2 * size) if self._fits(size) else Staged(path)
         if source is None:
             folder = [list(file) for file in identities(path)]
-            return self._from_files(path, self._offers.open(path), folder)
+            return self._from_files(path, self._reader.open(path), folder)
         values = sum(map(math.prod, source.shapes.values()))
         size = max(source.bytes, values * self._dtype.itemsize)
         if not self._fits(size):
             return Staged(path)
-        return self._as_it_comes(path, self._offers.open(path), 2 * size)
+        return self._as_it_comes(path, self._reader.open(path), 2 * size)
 
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
 
-    def _from_files(self, path: str, offer: Offer, folder: list[list[str | int]]) -> Staged:
+    def _from_files(self, path: str, policy: PolicyTensors, folder: list[list[str | int]]) -> Staged:
         try:
             stored = find_tensors(Path(path), "model")
         except (OSError, RuntimeError) as error:
@@ -168,7 +168,7 @@ class Staging:
         files = {file: number for number, file in enumerate(sorted({str(t.path) for t in stored.values()}))}
         tensors: dict[str, Located] = {}
         wide: Tensors = {}
-        for origin, name, tensor, skipped in self._pieces(offer):
+        for origin, name, tensor, skipped in self._pieces(policy):
             tensors[name] = (
                 files[str(stored[origin].path)],
                 stored[origin].offset + skipped,
@@ -177,7 +177,7 @@ class Staging:
             )
             if self._staged_as(tensor) != tensor.dtype:
                 wide[name] = tensor
-        sums = dict(offer.sums)
+        sums = dict(policy.sums)
         size = sum(tensor.numel() for tensor in wide.values()) * self._dtype.itemsize
         if not wide or not self._fits(size):
             return Staged(path, Plan(list(files), tensors, sums, folder))
@@ -190,10 +190,10 @@ class Staging:
             sums.pop(name, None)
         return Staged(path, Plan([*files, memory.path], tensors, sums, folder), memory)
 
-    def _pieces(self, offer: Offer) -> Iterator[tuple[str, str, torch.Tensor, int]]:
+    def _pieces(self, policy: PolicyTensors) -> Iterator[tuple[str, str, torch.Tensor, int]]:
         """Each tensor in the hub's layout: what it is part of, its name, it, and the bytes in front of it."""
-        for part in offer.parts:
-            for origin, tensors in self._offers.by_origin(part):
+        for part in policy.parts:
+            for origin, tensors in self._reader.by_origin(part):
                 for name, tensor in tensors.items():
                     yield origin, name, tensor, tensor.data_ptr() - part[origin].data_ptr()
 
@@ -201,12 +201,12 @@ class Staging:
         """The data type that the workers get a tensor in."""
         return self._dtype if self._casts and tensor.numel() >= self._large else tensor.dtype
 
-    def _as_it_comes(self, path: str, offer: Offer, size: int) -> Staged:
+    def _as_it_comes(self, path: str, policy: PolicyTensors, size: int) -> Staged:
         memory = SharedMemory(size + (ALIGNMENT << 20))  # what is not used takes no memory
         tensors: dict[str, Located] = {}
         changed: set[str] = set()
         try:
-            for _, name, tensor, _ in self._pieces(offer):
+            for _, name, tensor, _ in self._pieces(policy):
                 offset, place = memory.place(tensor.shape, self._staged_as(tensor))
                 place.copy_(tensor)
                 tensors[name] = 0, offset, _name(place.dtype), list(place.shape)
@@ -221,7 +221,7 @@ class Staging:
             if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):
                 raise
             raise NotThere(f"the trainer broke off: {error}") from None
-        sums = {name: value for name, value in offer.sums.items() if name not in changed}
+        sums = {name: value for name, value in policy.sums.items() if name not in changed}
         return Staged(path, Plan([memory.path], tensors, sums, []), memory)
 
 

@@ -81,7 +81,7 @@ class Updates(ABC):
         """Take a policy; returns what `version` is from then on: that of the update.
 
         Args:
-            noted: told when generation is about to be paused.
+            noted: notified when generation is about to be paused.
 
         Raises:
             NotTaken: it can't; the code says in which state the server is left.

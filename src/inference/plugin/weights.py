@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
-from cairn.inference.plugin.policy_source import NotFinite, Offers, Tensors
+from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, Tensors
 from cairn.inference.plugin.reload_support import check_updatable
 from cairn.inference.plugin.staging import Plan
 from cairn.inference.plugin.weight_files import UnusableWeights, identities
@@ -53,7 +53,7 @@ class FilesystemInitInfo(WeightTransferInitInfo):
 @dataclass
 class FilesystemUpdateInfo(WeightTransferUpdateInfo):
     """`path`: a directory with model.safetensors, or shards and their index, or source.json, by which a
-    trainer offers the tensors in its memory. Its files must not change once pushed. `plan`: what the API
+    trainer sends the tensors in its memory. Its files must not change once pushed. `plan`: what the API
     process has prepared and checked of it, if it has."""
 
     path: str
@@ -119,9 +119,9 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         """
         started = time.perf_counter()
         if update_info.plan is None:
-            offer = self._offers.open(update_info.path)
-            parts = map(self._offers.in_hub_layout, _begun(offer.parts))
-            sums, values = offer.sums, offer.count
+            policy = self._reader.open(update_info.path)
+            parts = map(self._reader.in_hub_layout, _begun(policy.parts))
+            sums, values = policy.sums, policy.count
         else:
             plan = PLAN.validate_python(update_info.plan)
             weights = _prepared(update_info.path, plan)
@@ -139,8 +139,8 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         )
 
     @functools.cached_property
-    def _offers(self) -> Offers:
-        return Offers(self.model_config)
+    def _reader(self) -> PolicyReader:
+        return PolicyReader(self.model_config)
 
 
 def _prepared(path: str, plan: Plan) -> Tensors:

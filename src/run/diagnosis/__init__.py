@@ -45,6 +45,6 @@ RULES: tuple[Rule, ...] = (
     ManyRestarts(),
     DiskFills(),
 )
-"""In the order in which what they find is told."""
+"""In the order in which what they find is reported."""
 
 __all__ = ["RULES", "Diagnosis", "DiskRoom", "Finding", "Rule", "RuleInput", "findings"]

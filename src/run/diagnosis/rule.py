@@ -1,4 +1,4 @@
-"""What a rule is, what it sees, and what is told of what it finds."""
+"""What a rule is, what it sees, and what is reported of what it finds."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,9 @@ ENVIRONMENT = "env/"
 class Finding:
     """Something that keeps a run from learning what it could.
 
-    rule: which rule found it, and in which environment. level: how bad it is, from 1; it is told again only
-    at a higher one. what: the finding with its numbers, a sentence without a full stop. advice: what to do,
-    with the names of the settings; likewise.
+    rule: which rule found it, and in which environment. level: how bad it is, from 1; it is reported again
+    only at a higher one. what: the finding with its numbers, a sentence without a full stop. advice: what
+    to do, with the names of the settings; likewise.
     """
 
     rule: str
@@ -138,15 +138,16 @@ def findings(rules: Iterable[Rule], seen: RuleInput) -> list[Finding]:
 
 
 class Diagnosis:
-    """Follows a run: each finding is told when it is first made, and again only once it is clearly worse."""
+    """Follows a run: each finding is reported when it is first made, and again only once it is clearly
+    worse."""
 
     def __init__(self, rules: Sequence[Rule]):
         self._rules = rules
         self._told: dict[str, int] = {}
-        """The level at which each was told, by its rule."""
+        """The level at which each was reported, by its rule."""
 
     def news(self, seen: RuleInput) -> list[Finding]:
-        """What is to be told now."""
+        """What is to be reported now."""
         found: list[Finding] = []
         for rule in self._rules:
             for finding in rule.look(seen.last(rule.window)):

@@ -14,7 +14,7 @@ class NothingLearned:
 
     window = 16
     shares = (0.25, 0.9)
-    """Of the steps; the first such step is told whatever its share."""
+    """Of the steps; the first such step is reported whatever its share."""
     fewest = 4
     """Steps before a share counts."""
 
@@ -165,7 +165,7 @@ class GivenUp:
 
     window = 64
     shares = (0.1, 0.3)
-    """Of the prompts; the first prompt is told whatever its share."""
+    """Of the prompts; the first prompt is reported whatever its share."""
     fewest = 16
     """Prompts before a share counts."""
 
@@ -240,7 +240,7 @@ class NoCalls:
 
     window = 8
     fewest = 4
-    """Steps before it is told."""
+    """Steps before it is reported."""
 
     def look(self, seen: RuleInput) -> Iterator[Finding]:
         for part in seen.environments():

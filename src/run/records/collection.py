@@ -19,7 +19,7 @@ from cairn.run.records.numbers import parse
 ROWS_AT_ONCE = 1000
 """Records that are read together where all are read; more would only take more memory."""
 BLOCKS = 256
-"""Digests of parts of a data set, by which is told how much of it has changed."""
+"""Digests of parts of a data set, which show how much of it has changed."""
 JSON_TEXT = ("messages", "conversations")
 """Columns of tables whose text is the JSON of a list: what CSV, and many writers of Parquet, make of one."""
 
@@ -58,7 +58,7 @@ class Records(Protocol):
         ...
 
     def key(self) -> str | None:
-        """What tells the records from others, at no cost; None if nothing does."""
+        """Names the records apart from others, at no cost; None if nothing does."""
         ...
 
 
@@ -235,7 +235,7 @@ def same_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def mended(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two identities are of equally many records of which most are the same, in their places.
 
-    That is told by the digests of blocks of records: at most half of them may differ in each data set.
+    The digests of blocks of records show that: at most half of them may differ in each data set.
     """
     pairs = _pairs(one, other)
     return pairs is not None and all(_same(*pair) or _mostly(*pair) for pair in pairs)

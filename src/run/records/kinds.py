@@ -169,8 +169,8 @@ def look_into(folder: Path, split: str, setting: str) -> Folder:
             others.append(path)
     if not found:
         endings = ", ".join(KINDS)
-        held = f"; it has {_listed([one.name for one in others])}" if others else ""
-        raise BadRecord(f"{folder}: the folder has no data files ({endings}){held}")
+        there = f"; it has {_listed([one.name for one in others])}" if others else ""
+        raise BadRecord(f"{folder}: the folder has no data files ({endings}){there}")
     read = [path for own, path in found if own == split]
     if not read:
         splits = ", ".join(sorted({own for own, _ in found}))
