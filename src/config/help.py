@@ -133,6 +133,8 @@ def _values(leaf: Setting) -> str:
 
 
 def _type(annotation: Any) -> str:
+    while hasattr(annotation, "__metadata__"):
+        annotation = get_args(annotation)[0]
     if get_origin(annotation) is Union:
         return "|".join(_type(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from cairn.inference.plugin.loading import load_weights
-from cairn.inference.plugin.reload_support import check_updatable
+from cairn.inference.plugin.vllm_internals import check_updatable
 from cairn.policy.errors import Unfit
 
 CONFIG: Any = SimpleNamespace(quantization="fp8_per_tensor", dtype=torch.float32)

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerTensorOnlineMoEMethod,
 )
 
-from cairn.inference.plugin.reload_support import check_updatable
+from cairn.inference.plugin.vllm_internals import check_updatable
 from cairn.inference.server import reason
 
 

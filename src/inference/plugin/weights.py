@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader import register_model_loader
 
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
 from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, Tensors
-from cairn.inference.plugin.reload_support import check_updatable
 from cairn.inference.plugin.staging import Plan
+from cairn.inference.plugin.vllm_internals import check_updatable
 from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.policy.errors import NotHeld, NotThere, Unchanged
 from cairn.run.signals import stay_deaf
