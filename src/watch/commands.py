@@ -198,11 +198,9 @@ def print_phases(run: RunDirectory) -> None:
     """Where the time of each role's main thread went, by its spans; nothing if there are none."""
     rows: list[list[object]] = []
     for role, phases in phases_of(read(run.spans)).items():
-        whole = sum(phases.values())
-        longest = sorted(phases.items(), key=lambda item: -item[1])[:PHASES]
-        rows += [
-            [role, name, duration(seconds), f"{seconds / whole:.0%}"] for name, seconds in longest if whole
-        ]
+        whole = max(sum(phases.values()), 1e-9)
+        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])[:PHASES]:
+            rows.append([role, name, duration(seconds), f"{seconds / whole:.0%}"])
     if rows:
         print()
         print_table(["role", "what it did", "time", "share"], rows)

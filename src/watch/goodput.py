@@ -12,7 +12,7 @@ from cairn.run.history import Costs
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 
-ORDER = ("computed", "waited", "saved", "started", "lost", "other")
+ORDER: tuple[str, ...] = ("computed", "waited", "saved", "started", "lost", "other")
 """The kinds of time, in the order in which they are shown; all of them together are the wall time."""
 MEANING = {
     "computed": "steps that count",
@@ -55,7 +55,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
         history: of history.jsonl.
         costs: of the run until now; their wall time is what the account adds up to.
     """
-    seconds = dict.fromkeys(ORDER, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     before: Row | None = None
     end = 0.0
     for row in rows:
