@@ -175,7 +175,6 @@ class HeldOutPart(SFTDataConfig):
 
     @property
     def part(self) -> "DataSetPart":
-        """The held-out ones."""
         from cairn.run.data_sets import DataSetPart
 
         return DataSetPart(self.held_out, held_out=True)

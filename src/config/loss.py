@@ -199,7 +199,6 @@ class CustomLossConfig(LossConfig):
         return POLICY_LOSSES
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the class."""
         return self.args
 
 
@@ -211,7 +210,6 @@ class CustomSFTLossConfig(CustomLossConfig):
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
-        """The built-in types."""
         return SFT_LOSSES
 
 

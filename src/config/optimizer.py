@@ -61,7 +61,6 @@ class AdamWConfig(BaseOptimizerConfig):
     """adamw: term added to the denominator for numerical stability."""
 
     def state(self, hidden: int, others: int) -> StateSize:
-        """Two moments."""
         return StateSize("AdamW's two moments, float32", 8 * (hidden + others))
 
 
@@ -115,7 +114,6 @@ class SGDConfig(BaseOptimizerConfig):
         return self
 
     def state(self, hidden: int, others: int) -> StateSize:
-        """One moment, or nothing."""
         return StateSize("SGD's momentum, float32", 4 * (hidden + others) if self.momentum else 0)
 
 
@@ -128,7 +126,6 @@ class LionConfig(BaseOptimizerConfig):
     """lion: share of the mean in the update, and its decay rate."""
 
     def state(self, hidden: int, others: int) -> StateSize:
-        """One moment."""
         return StateSize("Lion's momentum, float32", 4 * (hidden + others))
 
 
@@ -157,7 +154,6 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
         return value
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the class."""
         return self.args
 
     def state(self, hidden: int, others: int) -> StateSize:

@@ -145,7 +145,6 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
-        """The built-in types."""
         return PAIR_LOSSES
 
 
@@ -195,7 +194,6 @@ class DPOConfig(TrainerBase):
 
     @property
     def own_loss(self) -> LossConfig | None:
-        """The loss, if it is a class of the user's own."""
         return self.loss if self.loss.is_own else None
 
     @model_validator(mode="after")

@@ -310,7 +310,6 @@ class SFTConfig(TrainerBase):
 
     @property
     def own_loss(self) -> LossConfig | None:
-        """The loss, if it is a class of the user's own."""
         return self.loss if self.loss.is_own else None
 
 
@@ -345,11 +344,9 @@ class TrainerConfig(WithTeachers, TrainerBase):
 
     @property
     def models_beside(self) -> Mapping[str, ModelBeside]:
-        """The critic."""
         return {"critic": ModelBeside(self.critic.model, self.critic.optimizer)} if self.critic else {}
 
     def beginning_as(self, folders: Mapping[str, str]) -> Self:
-        """With the critic's folder."""
         if self.critic is None:
             return self
         critic = self.critic.model_copy(update={"model": folders.get("critic", self.critic.model)})
