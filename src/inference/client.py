@@ -27,6 +27,7 @@ from cairn.policy.errors import (
 )
 from cairn.policy.generation import Generation, SamplingParams, ServedAdapter, VersionSpan
 from cairn.run.errors import CairnError
+from cairn.run.waiting import Backoff
 
 # What the server's answers to requests for tokens hold, and which policy each token comes from.
 
@@ -78,26 +79,6 @@ def read_generation(choice: dict[str, Any], adapter: ServedAdapter | None) -> Ge
     return Generation(
         token_ids, logprobs, spans, choice["finish_reason"], stop if isinstance(stop, str) else None
     )
-
-
-FIRST = 0.05
-LONGEST = 2.0
-"""Seconds."""
-
-
-class Backoff:
-    """The pause before the next try: none at first, then twice the one before, up to LONGEST."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def grow(self) -> None:
-        """Another try is made."""
-        self.seconds = min(max(FIRST, 2 * self.seconds), LONGEST)
-
-    def reset(self) -> None:
-        """A try has succeeded."""
-        self.seconds = 0.0
 
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"

@@ -13,9 +13,10 @@ import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
 from cairn.config.teachers import WithTeachers, is_served
-from cairn.inference.client import BUSY, Backoff
+from cairn.inference.client import BUSY
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import UsageError
+from cairn.run.waiting import Backoff
 
 KEY_VARIABLE = "CAIRN_TEACHER_KEY"
 """The environment variable with the API key of such servers."""

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.object_store import is_loopback
 from cairn.run.output import outlive_terminal
+from cairn.run.processes import keeper_command
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import Patience
 
@@ -182,7 +182,7 @@ class Server:
         deafness = stop_signals_blocked() if self.deaf else contextlib.nullcontext()
         with self.log.open("wb") as log, deafness:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("lifeline.py")), *argv],
+                keeper_command(0, argv, on_term="pass"),
                 stdin=subprocess.PIPE,  # held open for as long as this process lives
                 stdout=log,
                 stderr=log,

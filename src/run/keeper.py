@@ -1,10 +1,11 @@
 """Run a command that must leave nothing behind, whoever dies first.
 
-    python keeper.py FD COMMAND ARG...
+    python keeper.py FD ON_TERM COMMAND ARG...
 
 When the command ends, or the pipe of descriptor FD closes (its owner is gone, however it died), every process
 that descends from the command is killed, also those in sessions of their own. Ends as the command did. The
-command has this process's standard input, unless that is FD.
+command has this process's standard input, unless that is FD. ON_TERM says what becomes of SIGTERM: `kill`
+kills everything, `pass` leaves the end to the command, which gets the signal.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the orchestrator is asked as well, and decides
+        signal.signal(number, signal.SIG_IGN)  # the owner is asked as well, and decides
     keeper = os.getpid()
 
     def die_with_keeper() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         if os.getppid() != keeper:  # it was too late
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pipe, command = int(sys.argv[1]), sys.argv[2:]
+    pipe, on_term, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     try:
         kept = subprocess.Popen(
             command, stdin=None if pipe else subprocess.DEVNULL, preexec_fn=die_with_keeper
@@ -46,7 +47,11 @@ def main() -> None:
     except OSError as error:
         print(f"{command[0]} can't be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(NOT_STARTED)
-    signal.signal(signal.SIGTERM, _killed)
+
+    def pass_on(*_: object) -> None:
+        kept.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on if on_term == "pass" else _killed)
     threading.Thread(target=_end_with_owner, args=[pipe], daemon=True).start()
     _end(kept.wait())
 

@@ -7,18 +7,20 @@ import re
 import resource
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from cairn.run.directory import RunDirectory
 from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say
 
 T = TypeVar("T")
 
+KEEPER = Path(__file__).with_name("keeper.py")
 OPEN_FILES = 1 << 16
 """Most open files that a process asks the system for."""
 
@@ -59,6 +61,16 @@ def die_after(process: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifetime", daemon=True).start()
+
+
+def keeper_command(pipe: int, command: Sequence[str], *, on_term: Literal["kill", "pass"]) -> list[str]:
+    """The command line that runs `command` so that it leaves nothing behind (`keeper.py`).
+
+    Args:
+        pipe: descriptor of the pipe whose other end the owner holds; 0: it is the standard input.
+        on_term: whether SIGTERM kills what there is, or is passed on to the command.
+    """
+    return [sys.executable, "-I", "-S", str(KEEPER), str(pipe), on_term, *command]
 
 
 def kill_all(members: Callable[[], Iterable[int]], seconds: float) -> None:

@@ -43,6 +43,27 @@ class Patience:
         return self._left < 0
 
 
+class Backoff:
+    """The pause before the next try, `seconds`: none before the first, then twice the one before.
+
+    Args:
+        first: seconds before the second try.
+        longest: seconds at most.
+    """
+
+    def __init__(self, first: float = 0.05, longest: float = 2.0):
+        self.first, self.longest = first, longest
+        self.seconds = 0.0
+
+    def grow(self) -> None:
+        """Another try is made."""
+        self.seconds = min(max(self.first, 2 * self.seconds), self.longest)
+
+    def reset(self) -> None:
+        """A try has succeeded."""
+        self.seconds = 0.0
+
+
 def wait_for(
     check: Callable[[], T | None], *, seconds: float, whom: str, setting: str, poll: float = POLL_SECONDS
 ) -> T:

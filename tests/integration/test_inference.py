@@ -846,7 +846,7 @@ class Foreground:
         processes = list(living_processes())
         if self.session is None:
             for pid, parent, _, name in processes:
-                if parent == self.process.pid and "lifeline.py" in name:
+                if parent == self.process.pid and "keeper.py" in name:
                     self.session = pid
         return [(pid, name) for pid, _, session, name in processes if session == self.session]
 

@@ -29,6 +29,7 @@ from cairn.orchestrator.environments import (
     make_environment,
 )
 from cairn.orchestrator.rollouts import AnswerGroup
+from cairn.run.processes import KEEPER
 
 AGENT = r"""
 import json, os, signal, sys, urllib.request
@@ -601,10 +602,9 @@ def test_an_agent_whose_keeper_is_stopped_is_killed_with_all_that_it_has_started
 
 def test_a_stopped_keeper_goes_on_when_its_owner_dies(task: Path):
     """It finds that the owner is gone, and ends what it has kept."""
-    keeper = Path(agent_process.KEEPER)
     owner = (
         "import os, signal, subprocess, sys, time\n"
-        f"kept = subprocess.Popen([sys.executable, '-I', '-S', {str(keeper)!r}, '0', 'sleep', '600'],"
+        f"kept = subprocess.Popen([sys.executable, '-I', '-S', {str(KEEPER)!r}, '0', 'kill', 'sleep', '600'],"
         " stdin=subprocess.PIPE, start_new_session=True)\n"
         "children = f'/proc/{kept.pid}/task/{kept.pid}/children'\n"
         "while not (child := open(children).read().split()): time.sleep(0.01)\n"

@@ -40,7 +40,6 @@ PLUG_INS = (
 )
 """Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {
-    "inference/lifeline.py",
     "inference/plugin/adapter_modules.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",

@@ -4,17 +4,21 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import pytest
 from runs import DEADLINE, priority_of
 
 from cairn.run.processes import (
     WINDOW_SECONDS,
     ProcessorUse,
     bring_forward,
+    keeper_command,
     processor_times,
     put_in_background,
 )
@@ -90,6 +94,9 @@ def test_without_privileges_the_session_gets_its_share_back():
     code = f"""
 import json, subprocess, sys
 from pathlib import Path
+from typing import Literal
+
+import pytest
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from runs import priority_of
 from cairn.run.processes import bring_forward, put_in_background
@@ -131,6 +138,9 @@ def test_who_gets_no_processor_starves():
 PLACE = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+from typing import Literal
+
+import pytest
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from runs import priority_of
 from cairn.config.trainer import SFTConfig
@@ -140,6 +150,9 @@ from cairn.run.directory import RunDirectory
 WORK = '''
 import os, sys
 from pathlib import Path
+from typing import Literal
+
+import pytest
 from cairn.run import heartbeat
 from cairn.run.processes import die_with
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -228,3 +241,25 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "4096 4096\n"
+
+
+@pytest.mark.parametrize(("on_term", "code"), [("pass", 7), ("kill", -signal.SIGKILL)])
+def test_what_a_keeper_does_with_sigterm(on_term: Literal["pass", "kill"], code: int):
+    """Handed on, the command may end in its own way; what it has started ends with it."""
+    command = (
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "signal.pause()"
+    )
+    argv = keeper_command(0, [sys.executable, "-c", command], on_term=on_term)
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as kept:
+        assert kept.stdout is not None
+        child = int(kept.stdout.readline())
+        kept.terminate()
+        assert kept.wait(60) == code
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.inference.client import Backoff, InferenceClient, ServerStatus
+from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation, ServedAdapter
 from cairn.policy.receiver import read_source
 from cairn.run.messages import PolicyName, Probe
+from cairn.run.waiting import Backoff
 
 logger = logging.getLogger(__name__)
 

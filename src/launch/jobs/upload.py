@@ -24,6 +24,7 @@ from cairn.run.machine import bytes_of
 from cairn.run.messages import Attempt
 from cairn.run.output import lines, progress_bars
 from cairn.run.processes import ProcessorUse, stop_on_signals
+from cairn.run.waiting import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class _Loop:
         self._stage = lines(heartbeat.doing, first=0, every=1)
         self._begun = self._compared = False
         self._failing_since: float | None = None
-        self._pause = FIRST_PAUSE
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._said: str | None = None
         self._skipped: set[int] = set()
         """Steps that are damaged here."""
@@ -178,7 +179,8 @@ class _Loop:
         if fresh:
             # When the run must end soon, training will not keep this process waiting for processors.
             self.run_directory.rates.note("upload", nbytes, max(seconds - use.longest_wait(), MIN_SECONDS))
-        self._failing_since, self._pause, self._said = None, FIRST_PAUSE, None
+        self._failing_since, self._said = None, None
+        self._backoff.reset()
 
     def _goes_on_after(self, error: Exception, last: bool) -> bool:
         """Wait before the next try; False if the run is over and nothing was uploaded for too long."""
@@ -192,8 +194,8 @@ class _Loop:
             )
             return False
         heartbeat.doing(f"waiting for the remote store: {error}", waiting=True)
-        time.sleep(min(self._pause, limit))
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._backoff.grow()
+        time.sleep(min(self._backoff.seconds, limit))
         return True
 
     def _say(self, step: int, reason: str) -> None:

@@ -6,16 +6,14 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from cairn.run.processes import kill_descent
+from cairn.run.processes import keeper_command, kill_descent
 
-KEEPER = Path(__file__).parents[2] / "run" / "keeper.py"
 KEPT_HEAD, KEPT_TAIL = 8 << 10, 24 << 10
 """Bytes of an agent's output that are kept: its beginning and its end."""
 QUOTED = 600
@@ -93,7 +91,7 @@ async def run_agent(
     """
     process, watched = await asyncio.get_running_loop().subprocess_exec(
         _Watched,
-        *(sys.executable, "-I", "-S", str(KEEPER), "0", *command),
+        *keeper_command(0, command, on_term="kill"),
         stdin=subprocess.PIPE,  # held open for as long as this process lives
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

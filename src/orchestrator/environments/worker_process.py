@@ -10,7 +10,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from cairn.orchestrator.environments.protocol import EnvironmentFailed
-from cairn.run.processes import kill_descent
+from cairn.run.processes import keeper_command, kill_descent
 
 logger = logging.getLogger(__name__)
 
-KEEPER = Path(__file__).parents[2] / "run" / "keeper.py"
 SCRIPT = Path(__file__).parent / "worker" / "worker.py"
 SECONDS_TO_CANCEL = 10.0
 """How long a process may work on after a request was cancelled, until it is killed."""
@@ -62,7 +60,7 @@ class WorkerProcess:
         """`_held`: its keeper kills what there is when it closes; -1 once it is closed."""
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), str(kept), *command, str(SCRIPT)],
+                keeper_command(kept, [*command, str(SCRIPT)], on_term="kill"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
