@@ -85,7 +85,6 @@ class OwnServer:
 
     @contextlib.contextmanager
     def serving(self, model: Path) -> Generator[Sequence[str]]:
-        """See `Servers`."""
         computes = model_of(model)
         if self._server is not None and (computes != self._computes or not self._server.alive):
             self.close()
@@ -107,20 +106,17 @@ class OwnServer:
             raise
 
     async def watch(self) -> None:
-        """See `Servers`."""
         assert self._server is not None, "it is serving"
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self._server.check)
 
     def kill_and_exit(self) -> None:
-        """See `Servers`."""
         if self._server is not None:
             self._server.kill()
         os._exit(EXIT_STOPPED)
 
     def close(self) -> None:
-        """See `Servers`."""
         server, self._server = self._server, None
         if server is not None:
             server.stop()
@@ -145,7 +141,6 @@ class GivenServers:
 
     @contextlib.contextmanager
     def serving(self, model: Path) -> Generator[Sequence[str]]:
-        """See `Servers`."""
         for url, status in self._statuses.items():
             served = Path(status.model)
             if not (served / "config.json").is_file():
@@ -167,7 +162,6 @@ class GivenServers:
         await asyncio.Event().wait()
 
     def kill_and_exit(self) -> None:
-        """See `Servers`."""
         os._exit(EXIT_STOPPED)
 
     def close(self) -> None:

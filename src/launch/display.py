@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from cairn.launch.exit_report import shorter
+from cairn.launch.exit_report import counted, shorter
 from cairn.run.diagnosis import RULES, Diagnosis, DiskRoom, Finding, RuleInput
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
@@ -182,12 +182,8 @@ class StepDisplay:
         restarts = sum(costs.restarts.values())
         if not restarts and not costs.recomputed_steps:
             return None
-        recomputed = _count(costs.recomputed_steps, "step")
-        return f"{_count(restarts, 'restart')}, {recomputed} recomputed, goodput {costs.goodput:.2f}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+        recomputed = counted(costs.recomputed_steps, "step")
+        return f"{counted(restarts, 'restart')}, {recomputed} recomputed, goodput {costs.goodput:.2f}"
 
 
 def _role(role: RoleLine) -> str:

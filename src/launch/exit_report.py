@@ -168,7 +168,7 @@ class Reason:
     problems: set[int] = field(default_factory=set[int])
 
     def __str__(self) -> str:
-        return f"{self.kind}: {_count(self.answers, 'answer')}, {_count(len(self.problems), 'problem')}"
+        return f"{self.kind}: {counted(self.answers, 'answer')}, {counted(len(self.problems), 'problem')}"
 
 
 @dataclass(frozen=True)
@@ -200,15 +200,15 @@ class Failures:
                 "answers failed"
             )
         if self.answers:
-            said.append(f"{_count(self.answers, 'failed answer')} left out of other prompts")
+            said.append(f"{counted(self.answers, 'failed answer')} left out of other prompts")
         said += [f"  {reason}" for reason in self.reasons[:SHOWN]]
         if more := self.reasons[SHOWN:]:
             said.append(
-                f"  and {_count(sum(one.answers for one in more), 'answer')} for {len(more)} more reasons"
+                f"  and {counted(sum(one.answers for one in more), 'answer')} for {len(more)} more reasons"
             )
         if self.unscored:
             said.append(
-                f"{_count(self.unscored, 'prompt')} left out: the environment returned no reward (None)"
+                f"{counted(self.unscored, 'prompt')} left out: the environment returned no reward (None)"
             )
         if said:
             said.append(f"`rollouts {place} --failed` lists them")
@@ -280,5 +280,6 @@ def refuse_too_many(failures: Failures, config: OrchestratorConfig) -> None:
         )
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """A number of things in words."""
     return f"{number} {what}{'' if number == 1 else 's'}"
