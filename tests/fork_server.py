@@ -6,17 +6,24 @@ is the same code in a process with the same parent, session, files, signal mask 
 executed as ever if its environment has another value that is read at import, if it is at a terminal, or with
 CAIRN_TESTS_EXEC=1.
 
+A command that starts vLLM is forked of a process that has imported vLLM, too. Then the server is forked with
+its lifeline, and so is its engine, which vLLM has `multiprocessing` spawn.
+
 A process that starts others has a server of its own, which is its child. It asks the server through a socket;
 the server forks twice, and the new process becomes a child of the asking one, a subreaper at that moment. A
 raylet starts its workers by a command line, which has the server of its driver fork them (`_ask`).
 """
 
+import _posixsubprocess
 import array
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import importlib.util
+import multiprocessing.util
 import os
 import pickle
 import pkgutil
@@ -31,51 +38,71 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 HERE = Path(__file__)
 PRELOADED = ("torch", "transformers", "pyarrow.parquet")
 NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
 """What the modules of ours have in them that do something when they are imported, or import vLLM."""
-FORKED = ("launch.roles", "launch.ray.worker_process")
-"""Modules of ours that are forked if they run as `python -m`. Preflight is not: it must not have torch."""
+PREFLIGHT = "launch.plan.preflight"
+WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
+"""What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
+FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT)
+"""Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = ("CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_", "MASTER_")
 """The beginnings of variables that are not read, once and for all, when modules are imported."""
+LIFELINE = HERE.parents[1] / "src" / "inference" / "lifeline.py"
+VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+VLLM_PRELOADED = (VLLM_SERVER, "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TITLE_BYTES = 4096
 MOST_FILES = 64
 
 _libc = ctypes.CDLL(None)
-_execute: Callable[..., int] = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue]
+_execute: Callable[..., int] = _posixsubprocess.fork_exec
 _environment: dict[str, str] = {}
 """What modules have been imported with."""
+_without_torch: dict[str, ModuleType] = {}
+"""All modules as they were before torch was imported."""
+_all_modules: dict[str, ModuleType] = {}
+"""Modules that `_forget_torch` has put away; without a reference they would be taken apart."""
+_set_by_vllm: dict[str, str] = {}
+"""What vLLM has set in the environment when it was imported."""
 
 
 class ForkServer:
     """The asking side. `name` is the address at which a raylet's workers ask."""
 
-    def __init__(self, connection: socket.socket, name: str, environment: dict[str, str]):
+    def __init__(
+        self, connection: socket.socket, name: str, environment: dict[str, str], *, has_vllm: bool = False
+    ):
         self._connection = connection
         self._one_thread = threading.Lock()
         self.name = name
         self.environment = environment
+        self.has_vllm = has_vllm
 
     def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
         """Whether to fork a program rather than to execute it."""
         if os.environ.get("CAIRN_TESTS_EXEC") or any(os.isatty(file) for file in files):
             return False
-        ours = Path(program[0]).parent == Path(sys.executable).parent
-        is_module = program[1:2] == ["-m"] and len(program) > 2
-        if not ours or (
-            program[2].removeprefix("cairn.") not in FORKED
-            if is_module
-            else not _is_command(Path(program[0]))
-        ):
+        if Path(program[0]).parent != Path(sys.executable).parent:
             return False
         names = {name for name, value in environment.items() if self.environment.get(name) != value}
         names |= self.environment.keys() - environment.keys()
-        return all(name.startswith(AT_ANY_TIME) for name in names)
+        if _is_vllm(program):
+            # A server that compiles reads more when it imports torch. What a server sets for its engine comes
+            # too late for its own torch as well, and vLLM forks engines where it may.
+            as_well = (*AT_ANY_TIME, "VLLM_", *LATER)
+            in_time = _spawned(program) or all(name.startswith(as_well) for name in names)
+            return self.has_vllm and environment.get("TORCHDYNAMO_DISABLE") == "1" and in_time
+        if not all(name.startswith(AT_ANY_TIME) for name in names):
+            return False
+        if program[1:2] == ["-m"] and len(program) > 2:
+            return program[2].removeprefix("cairn.") in FORKED
+        return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """Have a child of this process forked; returns its process id."""
@@ -97,15 +124,31 @@ def _is_command(program: Path) -> bool:
         return False
 
 
-def launch(environment: dict[str, str], cwd: Path) -> ForkServer:
-    """Start a server for this process, which imports everything; returns when it has."""
+def _is_vllm(program: Sequence[str]) -> bool:
+    """A server of vLLM's, with or without its lifeline, or the engine, which vLLM spawns."""
+    if program[1:4] == ["-I", "-S", str(LIFELINE)]:
+        program = program[4:]
+    return program[1:3] == ["-m", VLLM_SERVER] or _spawned(program)
+
+
+def _spawned(program: Sequence[str]) -> bool:
+    return program[-1] == "--multiprocessing-fork" and "spawn_main" in program[-2]
+
+
+def launch(environment: dict[str, str], cwd: Path, of: ForkServer | None = None) -> ForkServer:
+    """Start a server for this process, which imports everything; returns when it has.
+
+    of: another server of this process. The new one is its fork, and has imported vLLM as well.
+    """
     here, there = socket.socketpair()
-    command = [sys.executable, str(HERE), str(there.fileno()), str(os.getpid()), " " * TITLE_BYTES]
-    with there:
+    command = [sys.executable, str(HERE), str(there.fileno()), str(os.getpid())]
+    command += [" " * TITLE_BYTES, *(["vllm"] if of else [])]
+    with there, forking(of):
         subprocess.Popen(
             command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
         )
-    return ForkServer(here, _receive_exactly(here, 64).decode().strip(), environment)
+    name = _receive_exactly(here, 64).decode().strip()
+    return ForkServer(here, name, environment, has_vllm=of is not None)
 
 
 def through(server: ForkServer) -> Callable[..., int]:
@@ -147,6 +190,26 @@ def through(server: ForkServer) -> Callable[..., int]:
         return server.start(request, [*streams, *kept])
 
     return fork
+
+
+def spawning(server: ForkServer) -> Callable[[str, Sequence[Any], Sequence[Any]], int]:
+    """A function to replace the one with which `multiprocessing` spawns processes."""
+    execute = multiprocessing.util.spawnv_passfds
+
+    def spawn(path: Any, arguments: Sequence[Any], keep: Sequence[Any]) -> int:
+        program = [os.fsdecode(argument) for argument in arguments]
+        kept = sorted(map(int, keep))
+        environment = dict(os.environ)
+        if not _spawned(program) or not server.takes(program, environment, [0, 1, 2]):
+            return execute(path, arguments, keep)
+        request = {
+            **{"program": program, "environment": environment, "cwd": os.getcwd()},
+            **{"files": [0, 1, 2, *kept], "new_session": False, "preexec": pickle.dumps(None)},
+            "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        }
+        return server.start(request, [0, 1, 2, *kept])
+
+    return spawn
 
 
 class _Chosen(threading.local):
@@ -298,6 +361,9 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     _close_all_but(request["files"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    for name, take_over in LATER.items():
+        if (value := os.environ.get(name)) != _environment.get(name) and value is not None:
+            take_over(value)
     os.chdir(request["cwd"])
     if request["new_session"]:
         os.setsid()
@@ -306,6 +372,22 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _show_as(request["program"])
+
+
+def _use_threads(number: str) -> None:
+    import torch
+
+    torch.set_num_threads(int(number))
+
+
+def _disable_compilation(value: str) -> None:
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = value == "1"
+
+
+LATER = {"OMP_NUM_THREADS": _use_threads, "TORCHDYNAMO_DISABLE": _disable_compilation}
+"""Variables that are read when torch is imported, and what has the same effect afterwards."""
 
 
 def _above(file: int) -> int:
@@ -324,12 +406,30 @@ def run(request: dict[str, Any]) -> None:
     """Run the program, as Python does."""
     program = request["program"]
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    if program[1:3] == ["-m", VLLM_SERVER]:
+        os.environ.update(_set_by_vllm)
+    if program[1:3] == ["-m", f"cairn.{PREFLIGHT}"]:
+        _forget_torch()
     if program[1:2] == ["-m"]:
         sys.argv, sys.path[0] = program[2:], os.getcwd()
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)
+    elif _spawned(program):
+        sys.argv, sys.path[0] = ["-c", program[-1]], ""
+        exec(program[-2], {"__name__": "__main__"})
     else:
+        if program[0] == sys.executable:
+            program = program[3:] if program[1:3] == ["-I", "-S"] else program[1:]
         sys.argv, sys.path[0] = program, str(Path(program[0]).parent)
         runpy.run_path(program[0], run_name="__main__")
+
+
+def _forget_torch() -> None:
+    """Let this process have the modules of one that has not imported torch; the others stay in its memory."""
+    global _all_modules
+    _all_modules = dict(sys.modules)
+    for name in _all_modules.keys() - _without_torch.keys():
+        del sys.modules[name]
+    sys.modules.update(_without_torch)
 
 
 def own_server() -> dict[str, Any] | None:
@@ -339,9 +439,10 @@ def own_server() -> dict[str, Any] | None:
     if os.fork():
         there.close()
         name = _receive_exactly(here, 64).decode().strip()
-        subprocess._fork_exec = through(  # pyright: ignore[reportAttributeAccessIssue]
-            ForkServer(here, name, _environment)
-        )
+        server = ForkServer(here, name, _environment, has_vllm=bool(_set_by_vllm))
+        subprocess._fork_exec = through(server)  # pyright: ignore[reportAttributeAccessIssue]
+        if server.has_vllm:
+            multiprocessing.util.spawnv_passfds = spawning(server)  # pyright: ignore[reportAttributeAccessIssue]
         return None
     here.close()
     _only(there, parent)
@@ -368,22 +469,57 @@ def _close_all_but(files: Sequence[int]) -> None:
 
 def _new_process(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
     become(request, files)
+    if request["program"][1:2] == [str(HERE)]:  # it closes all files of this process, and is itself a server
+        return request
     return own_server() or request
+
+
+@contextlib.contextmanager
+def _absent(*names: str) -> Generator[None]:
+    """Let imports of these modules fail."""
+    sys.modules.update(dict.fromkeys(names))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def preload() -> None:
     """Import what most processes need, but not Ray, which reads its variables when it is imported."""
+    importlib.import_module(HERE.stem)
+    with _absent("torch", "transformers", "ray"):
+        _import_ours()
+    with _absent("torch"):
+        for name in WITHOUT_TORCH:
+            importlib.import_module(name)
+    _without_torch.update(sys.modules)
+    del _without_torch[f"cairn.{PREFLIGHT}"]  # it is run as a script
+    for name in _without_torch:
+        if name.partition(".")[0] == "transformers":
+            del sys.modules[name]
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with _absent("ray"):
+        _import_ours()
+
+
+def _import_ours() -> None:
     import cairn
 
-    for name in (*PRELOADED, HERE.stem):
-        importlib.import_module(name)
-    sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]  # this makes an import fail
     for module in pkgutil.walk_packages(cairn.__path__, "cairn."):
         found = importlib.util.find_spec(module.name)
         if found and found.origin and not NOT_PRELOADED.search(Path(found.origin).read_text()):
             with contextlib.suppress(Exception):  # it is imported where it is used, and fails there
                 importlib.import_module(module.name)
-    del sys.modules["ray"]
+
+
+def preload_vllm() -> None:
+    """Import what a server of vLLM's needs."""
+    before = dict(os.environ)
+    for name in VLLM_PRELOADED:
+        importlib.import_module(name)
+    _set_by_vllm.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
 
 
 def main() -> None:
@@ -395,7 +531,27 @@ def main() -> None:
     _only(connection, int(sys.argv[2]))
     _environment.update(os.environ)
     preload()
-    run(_new_process(*serve(connection)))
+    if sys.argv[4:] == ["vllm"]:
+        preload_vllm()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the memory of all that it looks at
+    code = 0
+    try:
+        run(_new_process(*serve(connection)))
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise  # Python prints it
+        code = end.code or 0
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does, but leave all objects where they are: to take them apart copies their memory."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads that are none's daemon
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

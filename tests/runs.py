@@ -77,6 +77,17 @@ def _fork_server() -> ForkServer:
     return fork_server.launch(environment_of_commands(), REPOSITORY)
 
 
+@functools.cache
+def _fork_server_with_vllm() -> ForkServer:
+    """The one for commands that start a server."""
+    return fork_server.launch(environment_of_commands(), REPOSITORY, of=_fork_server())
+
+
+def _starts_vllm(name: str, arguments: tuple[object, ...]) -> bool:
+    """Whether a command starts a server of vLLM's, by its command line."""
+    return name == "inference" or (name == "rl" and not any("inference-url" in str(a) for a in arguments))
+
+
 class Command:
     """One of Cairn's commands as a process. As a context manager it leaves no process behind."""
 
@@ -84,7 +95,10 @@ class Command:
         self, log: Path, environment: dict[str, str], name: str, *arguments: object, executed: bool = False
     ):
         self.log = log
-        with open(log, "wb") as out, fork_server.forking(None if executed else _fork_server()):
+        server = None
+        if not executed:
+            server = _fork_server_with_vllm() if _starts_vllm(name, arguments) else _fork_server()
+        with open(log, "wb") as out, fork_server.forking(server):
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / name), *map(str, arguments)],
                 cwd=REPOSITORY,

@@ -26,6 +26,12 @@ def server() -> ForkServer:
     return fork_server.launch(runs.environment_of_commands(), runs.REPOSITORY)
 
 
+@pytest.fixture(scope="module")
+def with_vllm(server: ForkServer) -> ForkServer:
+    """The asking side of one that has imported vLLM, by what it says."""
+    return ForkServer(server._connection, server.name, server.environment, has_vllm=True)
+
+
 @pytest.fixture(autouse=True)
 def default_signals() -> Iterator[None]:
     """nohup, or a shell's background, has these ignored, which an executed process takes over."""
@@ -116,6 +122,92 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     environment = dict(server.environment)
     monkeypatch.setenv("CAIRN_TESTS_EXEC", "1")
     assert not takes("sft")
+
+
+SERVER = ("-m", fork_server.VLLM_SERVER, "--model", "x")
+ENGINE = (
+    "-B",
+    "-c",
+    "from multiprocessing.spawn import spawn_main; spawn_main(1, 2)",
+    "--multiprocessing-fork",
+)
+
+
+@pytest.mark.parametrize(
+    "program", [SERVER, ("-I", "-S", str(fork_server.LIFELINE), sys.executable, *SERVER), ENGINE]
+)
+def test_what_is_forked_of_a_server(server: ForkServer, with_vllm: ForkServer, program: tuple[str, ...]):
+    """All its processes, of one that has imported vLLM, unless torch would read more when it is imported."""
+    command = [sys.executable, *program]
+    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "cairn"}
+    environment = server.environment | variables
+    assert with_vllm.takes(command, environment, [])
+    assert not server.takes(command, environment, [])
+    assert not with_vllm.takes(command, environment | {"TORCHDYNAMO_DISABLE": "0"}, [])
+    assert with_vllm.takes(command, environment | {"TRITON_X": "1"}, []) == (program is ENGINE)
+
+
+def ask_python(server: ForkServer, code: str, tmp_path: Path, **variables: str) -> Any:
+    """What code prints as JSON in a fork that is to be one of vLLM's processes."""
+    with open(tmp_path / "out", "wb") as out, fork_server.forking(server):
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}\n'spawn_main'", "--multiprocessing-fork"],
+            env={**server.environment, "TORCHDYNAMO_DISABLE": "1", **variables},
+            stdout=out,
+        )
+    assert process.wait(60) == 0
+    return json.loads((tmp_path / "out").read_text())
+
+
+def test_variables_that_torch_reads_when_it_is_imported(with_vllm: ForkServer, tmp_path: Path):
+    """A fork of it has their effect."""
+    code = (
+        "import json, torch, torch._dynamo;"
+        "print(json.dumps([torch.get_num_threads(), torch._dynamo.config.disable]))"
+    )
+    assert ask_python(with_vllm, code, tmp_path, OMP_NUM_THREADS="3") == [3, True]
+
+
+FORGETFUL = """
+import json, sys
+sys.modules["__main__"]._forget_torch()
+found = "torch" in sys.modules
+sys.modules["torch"] = None
+import transformers
+print(json.dumps([found, transformers.utils.is_torch_available()]))
+"""
+
+
+def test_preflight_has_no_torch(with_vllm: ForkServer, tmp_path: Path):
+    """Nor the transformers that knows of torch."""
+    assert ask_python(with_vllm, FORGETFUL, tmp_path) == [False, False]
+
+
+@pytest.mark.parametrize(("end", "code"), [("5", 5), ("None", 0), ("'why'", 1)])
+def test_how_a_fork_ends(with_vllm: ForkServer, tmp_path: Path, end: str, code: int):
+    """As Python ends: after its threads, and what it has registered."""
+    program = (
+        "import atexit, sys, threading, time; 'spawn_main';"
+        "atexit.register(lambda: print('last'));"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start();"
+        f"sys.exit({end})"
+    )
+    environment = {**with_vllm.environment, "TORCHDYNAMO_DISABLE": "1"}
+    found = []
+    for server in (with_vllm, None):
+        with fork_server.forking(server):
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, "--multiprocessing-fork"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        printed, _ = process.communicate(timeout=60)
+        found.append((process.returncode, printed.split()))
+    assert found[0] == found[1]
+    assert found[0][0] == code
+    assert found[0][1][-2:] == ["thread", "last"]
 
 
 def test_all_that_is_forked_is_there():
