@@ -102,6 +102,8 @@ class ForkServer:
             return False
         if program[1:2] == ["-m"] and len(program) > 2:
             return program[2].removeprefix("cairn.") in FORKED
+        if program[1:2] == ["-c"]:
+            return "from cairn." in program[2]
         return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
@@ -141,8 +143,7 @@ def launch(environment: dict[str, str], cwd: Path, of: ForkServer | None = None)
     of: another server of this process. The new one is its fork, and has imported vLLM as well.
     """
     here, there = socket.socketpair()
-    command = [sys.executable, str(HERE), str(there.fileno()), str(os.getpid())]
-    command += [" " * TITLE_BYTES, *(["vllm"] if of else [])]
+    command = [sys.executable, str(HERE), str(there.fileno()), str(os.getpid()), " " * TITLE_BYTES]
     with there, forking(of):
         subprocess.Popen(
             command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
@@ -406,6 +407,9 @@ def run(request: dict[str, Any]) -> None:
     """Run the program, as Python does."""
     program = request["program"]
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    if program[1:2] == [str(HERE)]:  # by `launch`, with vLLM
+        _serve_after(preload_vllm, int(program[2]), int(program[3]))
+        return
     if program[1:3] == ["-m", VLLM_SERVER]:
         os.environ.update(_set_by_vllm)
     if program[1:3] == ["-m", f"cairn.{PREFLIGHT}"]:
@@ -413,9 +417,10 @@ def run(request: dict[str, Any]) -> None:
     if program[1:2] == ["-m"]:
         sys.argv, sys.path[0] = program[2:], os.getcwd()
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)
-    elif _spawned(program):
-        sys.argv, sys.path[0] = ["-c", program[-1]], ""
-        exec(program[-2], {"__name__": "__main__"})
+    elif program[1:2] == ["-c"] or _spawned(program):
+        at = program.index("-c")
+        sys.argv, sys.path[0] = program[at : at + 1] + program[at + 2 :], ""
+        exec(program[at + 1], {"__name__": "__main__"})
     else:
         if program[0] == sys.executable:
             program = program[3:] if program[1:3] == ["-I", "-S"] else program[1:]
@@ -515,10 +520,11 @@ def _import_ours() -> None:
 
 
 def preload_vllm() -> None:
-    """Import what a server of vLLM's needs."""
+    """Import what a server of vLLM's needs, which imports Ray where it can."""
     before = dict(os.environ)
-    for name in VLLM_PRELOADED:
-        importlib.import_module(name)
+    with _absent("ray"):
+        for name in VLLM_PRELOADED:
+            importlib.import_module(name)
     _set_by_vllm.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
 
 
@@ -527,22 +533,25 @@ def main() -> None:
     if not sys.argv[1].isdecimal():
         _ask(sys.argv[1], sys.argv[2:])
         return
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    _only(connection, int(sys.argv[2]))
     _environment.update(os.environ)
-    preload()
-    if sys.argv[4:] == ["vllm"]:
-        preload_vllm()
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy the memory of all that it looks at
     code = 0
     try:
-        run(_new_process(*serve(connection)))
+        _serve_after(preload, int(sys.argv[1]), int(sys.argv[2]))
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise  # Python prints it
         code = end.code or 0
     _end(code)
+
+
+def _serve_after(import_all: Callable[[], None], connected: int, owner: int) -> None:
+    """Be a server. In a new process: run what it was asked to be."""
+    connection = socket.socket(fileno=connected)
+    _only(connection, owner)
+    import_all()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the memory of all that it looks at
+    run(_new_process(*serve(connection)))
 
 
 def _end(code: int) -> NoReturn:

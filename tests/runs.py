@@ -83,6 +83,16 @@ def _fork_server_with_vllm() -> ForkServer:
     return fork_server.launch(environment_of_commands(), REPOSITORY, of=_fork_server())
 
 
+@contextlib.contextmanager
+def forking_servers() -> Iterator[dict[str, str]]:
+    """Let this thread fork what it starts of vLLM and Cairn; gives the environment of commands."""
+    environment = environment_of_commands()
+    with pytest.MonkeyPatch.context() as patch, fork_server.forking(_fork_server_with_vllm()):
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment
+
+
 def _starts_vllm(name: str, arguments: tuple[object, ...]) -> bool:
     """Whether a command starts a server of vLLM's, by its command line."""
     return name == "inference" or (name == "rl" and not any("inference-url" in str(a) for a in arguments))

@@ -1,6 +1,7 @@
 """The inference server with a real vLLM: weights, refusals, access, determinism, start and stop."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ import families
 import httpx
 import pytest
 import torch
-from runs import DEADLINE, Shell, vllm_cache
+from runs import DEADLINE, Shell, forking_servers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -585,7 +586,9 @@ def test_a_server_that_quantises_as_it_loads_takes_weights(
         (again,) = await client.generate(PROMPT, sampling)
         assert (again.token_ids, again.logprobs) == (generated[0].token_ids, generated[0].logprobs)
 
-    with Server(config, str(tiny_model(seed=1)), tmp_path / "vllm.log") as server:
+    with contextlib.ExitStack() as started:
+        with forking_servers():
+            server = started.enter_context(Server(config, str(tiny_model(seed=1)), tmp_path / "vllm.log"))
         server.wait_ready()
         with_client(server, job)
 
@@ -800,8 +803,6 @@ class Foreground:
 
     def __init__(self, model: Path, port: int, cache: Path, *, compiled: bool = False):
         self.url = f"http://127.0.0.1:{port}"
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "VLLM_CACHE_ROOT": str(vllm_cache())}
-        environment.pop("CAIRN_INFERENCE_TOKEN", None)
         self.token_file = cache / "cairn" / "servers" / token_file(self.url).name
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
@@ -811,13 +812,14 @@ class Foreground:
             f" compile={compiled});"
             f"sys.exit(answer(lambda: run(config, {str(model)!r}), stopped=0))"
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with forking_servers() as environment:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env={**environment, "XDG_CACHE_HOME": str(cache)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         self.session: int | None = None
 
     def read_until_ready(self) -> str:

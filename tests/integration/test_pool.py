@@ -1,8 +1,11 @@
 """A pool of real vLLM servers: one is killed in mid-generation, one has wrong weights."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+
+from runs import forking_servers
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient
@@ -61,5 +64,7 @@ def test_answers_do_not_depend_on_which_servers_live(
             assert metrics["servers/retries"] > 0
             assert metrics["servers/healthy"] == 1
 
-    with second:
+    with contextlib.ExitStack() as started:
+        with forking_servers():
+            started.enter_context(second)
         asyncio.run(main())

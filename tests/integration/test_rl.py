@@ -598,7 +598,7 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
     """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last."""
     port, run = free_port(), tmp_path / "run"
     arguments = ("--max-steps", 100_000, "--ckpt", "--output-dir", run, "--inference.port", port)
-    with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments) as command:
+    with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments, executed=True) as command:
         command.wait_until(lambda: len(rows(run)) >= 2)
         for pid in (command.process.pid, *(pid for pid, _ in command.family())):
             with contextlib.suppress(ProcessLookupError):

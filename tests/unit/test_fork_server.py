@@ -114,6 +114,8 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     assert takes("python", "-m", role, CAIRN_FAULT="x", RAY_AUTH_MODE="token")
     assert not takes("python", "-m", "cairn.checkpoint.saving.writer")
     assert not takes("python", "scripts/chaos.py")
+    assert takes("python", "-c", "from cairn.launch import main")
+    assert not takes("python", "-c", "import torch")
     assert not takes("pytest")
     assert not takes("sft", OMP_NUM_THREADS="7")
     assert not takes("sft", HOME="/nowhere")
