@@ -128,7 +128,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
     alive = shot.state in ("running", "stopping")
     to_do = None if shot.max_steps is None else max(shot.max_steps - shot.step, 0)
     saved = newest_save(shot.checkpoints)
-    last_sign = view.run.last_sign()
+    last_active = view.run.last_active()
     tokens = sum(number(row, "learned_tokens") or 0.0 for row in recent)
     disk = disk_room(shot.checkpoints, saved) if alive else None  # of a run that is over it does not matter
     seen = RuleInput(rows, shot.config or {}, here or str(shot.path), disk)
@@ -153,7 +153,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         else {},
         findings=what_is_wrong(seen, rules),
         resume=None if alive or shot.state in ("done", "empty") else resume_command(shot),
-        age=None if last_sign is None else max(shot.time - last_sign, 0.0),
+        age=None if last_active is None else max(shot.time - last_active, 0.0),
         seconds=time.process_time() - began,
     )
 
