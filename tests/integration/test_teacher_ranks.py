@@ -16,7 +16,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.model.described import sums_of, weight_files
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import Batch, Sample, Sampling
-from cairn.trainer.frozen.teachers import TeacherModels
+from cairn.trainer.frozen.model import TeacherModels
 from cairn.trainer.losses import make_loss
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch

@@ -19,8 +19,7 @@ from cairn.model.described import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE, BY_POSITIONS
-from cairn.trainer.frozen.model import Frozen
-from cairn.trainer.frozen.teachers import TeacherModels
+from cairn.trainer.frozen.model import Frozen, TeacherModels
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, make_loss
 from cairn.trainer.losses.loss import ESTIMATORS, KLPenalty

@@ -13,7 +13,7 @@ from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.messages import Attempt
 from cairn.run.waiting import wait_for
-from cairn.trainer.frozen.teachers import TeacherModels, sums_in
+from cairn.trainer.frozen.model import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, make_loss
 from cairn.trainer.models.trained import Trained
