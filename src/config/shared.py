@@ -1,15 +1,17 @@
 """Settings that several commands have: GPUs, supervision, preemption, Slurm."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig
+from cairn.run.object_store import SCHEMES, is_url
 
 if TYPE_CHECKING:
     from cairn.run.directory import RunDirectory
@@ -211,3 +213,59 @@ class RLSlurmConfig(SlurmConfig):
 
     server_nodes: int = Field(default=1, ge=1)
     """If there are several nodes: how many of them run an inference server each, not the trainer."""
+
+
+# Commands that look at runs and checkpoints
+
+
+class ToolCommand(BaseConfig, ABC):
+    """A command on checkpoints or runs: its arguments, and what it does."""
+
+    command: ClassVar[str]
+    """The command, as users type it."""
+    exclusive: ClassVar[tuple[str, ...]] = ()
+    """Fields of which one may be given."""
+    as_json: bool = Field(default=False, validation_alias="json")
+    """Print JSON."""
+
+    @abstractmethod
+    def execute(self) -> int:
+        """Do it; returns the exit code."""
+
+    @model_validator(mode="after")
+    def _one_of_exclusive(self) -> Self:
+        given = [f"--{name}" for name in self.exclusive if name in self.model_fields_set]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
+        return self
+
+
+def place(text: str) -> Path | str:
+    """A path, or the URL of an object store, which a path would change.
+
+    Raises:
+        ValueError: it is another URL.
+    """
+    if is_url(text):
+        return text
+    if "://" in text:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ValueError(f"{text.partition('://')[0]}:// is no object store; known are {known}")
+    return Path(text)
+
+
+def _local(text: str) -> Path:
+    """A run directory, which can't be a URL.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if isinstance(found := place(text), str):
+        raise ValueError(f"{text} is a URL, where only checkpoints are kept; give the run's local folder")
+    return found
+
+
+Place = Annotated[Path | str, BeforeValidator(place)]
+"""A path, or the URL of an object store."""
+LocalRun = Annotated[Path, BeforeValidator(_local)]
+"""A run directory."""

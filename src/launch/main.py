@@ -136,8 +136,8 @@ def _look(name: str) -> int:
 
     def command() -> int:
         with saying("importing what reads runs"):
-            from cairn.watch import commands
+            from cairn.watch.commands import run
 
-        return getattr(commands, name)()
+        return run(name)
 
     return answer(command)

@@ -8,6 +8,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import load
 from cairn.config.hints import one_of
+from cairn.config.shared import LocalRun, Place, ToolCommand
 from cairn.formats.transfer.diff import compare
 from cairn.remote.uploads import note_origin
 from cairn.run.errors import UsageError
@@ -15,9 +16,6 @@ from cairn.run.output import progress_bars
 from cairn.tools.ckpt_formats import AverageSteps, Export, Import
 from cairn.tools.ckpt_output import print_audit, print_diff, print_json, print_manifest, say
 from cairn.tools.ckpt_places import (
-    LocalRun,
-    Place,
-    ToolCommand,
     flags_to_resume,
     local,
     name_of,

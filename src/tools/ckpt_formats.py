@@ -12,6 +12,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tiers import Tier
 from cairn.config.settings import Size
+from cairn.config.shared import Place, ToolCommand
 from cairn.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
 from cairn.formats.base import WEIGHT_DTYPES
 from cairn.formats.transfer.export_folder import Exports, InTheWay, refuse_options
@@ -21,8 +22,6 @@ from cairn.run.machine import bytes_of
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 from cairn.tools.ckpt_places import (
-    Place,
-    ToolCommand,
     flags_to_resume,
     foreign,
     local,

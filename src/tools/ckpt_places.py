@@ -2,82 +2,23 @@
 
 import contextlib
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Sized
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any
 from urllib.parse import unquote, urlsplit
-
-from pydantic import BeforeValidator, Field, model_validator
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Damaged, load_manifest, split_step
 from cairn.checkpoint.store import CheckpointStore, OneStep
 from cairn.checkpoint.tiers import Tier
-from cairn.config.settings import BaseConfig
+from cairn.config.shared import Place
 from cairn.formats import format_of
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.step_store import COMMITTED
 from cairn.run.errors import UsageError
 from cairn.run.files import naming, read_json
-from cairn.run.object_store import SCHEMES, is_url
 from cairn.run.output import Stage, progress_bars
 from cairn.tools.ckpt_output import say
-
-# Arguments
-
-
-class ToolCommand(BaseConfig, ABC):
-    """A command on checkpoints or runs: its arguments, and what it does."""
-
-    command: ClassVar[str]
-    """The command, as users type it."""
-    exclusive: ClassVar[tuple[str, ...]] = ()
-    """Fields of which one may be given."""
-    as_json: bool = Field(default=False, validation_alias="json")
-    """Print JSON."""
-
-    @abstractmethod
-    def execute(self) -> int:
-        """Do it; returns the exit code."""
-
-    @model_validator(mode="after")
-    def _one_of_exclusive(self) -> Self:
-        given = [f"--{name}" for name in self.exclusive if name in self.model_fields_set]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
-        return self
-
-
-def place(text: str) -> Path | str:
-    """A path, or the URL of an object store, which a path would change.
-
-    Raises:
-        ValueError: it is another URL.
-    """
-    if is_url(text):
-        return text
-    if "://" in text:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ValueError(f"{text.partition('://')[0]}:// is no object store; known are {known}")
-    return Path(text)
-
-
-def _local(text: str) -> Path:
-    """A run directory, which can't be a URL.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if isinstance(found := place(text), str):
-        raise ValueError(f"{text} is a URL, where only checkpoints are kept; give the run's local folder")
-    return found
-
-
-Place = Annotated[Path | str, BeforeValidator(place)]
-"""A path, or the URL of an object store."""
-LocalRun = Annotated[Path, BeforeValidator(_local)]
-"""A run directory."""
 
 
 def name_of(given: Place, step: Path) -> str:

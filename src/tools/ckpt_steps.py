@@ -12,6 +12,7 @@ from cairn.checkpoint.step_jobs import StepJob, StepJobs
 from cairn.checkpoint.store import CheckpointStore, OneStep
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
+from cairn.config.shared import Place, ToolCommand
 from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.errors import CairnError, UsageError
@@ -19,8 +20,6 @@ from cairn.run.jsonlines import as_object
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
 from cairn.tools.ckpt_places import (
-    Place,
-    ToolCommand,
     attempt_id,
     local,
     name_of,

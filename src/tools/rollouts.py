@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from cairn.config.cli import load
+from cairn.config.shared import LocalRun, ToolCommand
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -17,7 +18,6 @@ from cairn.run.files import DamagedFile
 from cairn.run.tables import Cut, print_table
 from cairn.run.view import RunView
 from cairn.tools.ckpt_output import print_json, say
-from cairn.tools.ckpt_places import LocalRun, ToolCommand
 
 Row = dict[str, Any]
 

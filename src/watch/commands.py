@@ -1,6 +1,5 @@
-"""The commands `runs`, `watch` and `diagnose`: they only read, also a run that is going on."""
+"""The commands `runs`, `watch`, `diagnose` and `report`: they only read, also a run that is going on."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -10,6 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
+from cairn.config.cli import load
+from cairn.config.shared import LocalRun, ToolCommand
+from cairn.run.diagnosis import RULES
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
@@ -32,40 +36,42 @@ WRONG = 1
 """Exit code of `diagnose` if something is wrong with the run."""
 
 
-def runs() -> int:
-    """`runs [FOLDER]`: all runs below a folder."""
-    parser = argparse.ArgumentParser(
-        prog="runs",
-        description="List the runs below a folder: state, step, newest metric, age, and how each goes on.",
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER",
-                        help="where to look (default: outputs)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(sys.argv[1:])
-    if not arguments.folder.is_dir():
-        raise UsageError(
-            f"{arguments.folder}: there is no such folder; give one that holds output directories"
+class ListRuns(ToolCommand):
+    """List the runs below a folder: state, step, newest metric, age, what is wrong, and how each goes on."""
+
+    command = "runs"
+    positional = ("folder",)
+    folder: Path = Path("outputs")
+    """Where to look."""
+
+    def execute(self) -> int:
+        if not self.folder.is_dir():
+            raise UsageError(
+                f"{self.folder}: there is no such folder; give one that holds output directories"
+            )
+        found = [(path, _look(path)) for path in find_runs(self.folder)]
+        found.sort(key=lambda one: _age(one[1]))
+        if self.as_json:
+            print(json.dumps([_as_json(path, shown) for path, shown in found], indent=2))
+            return 0
+        if not found:
+            print(f"there is no run in {printable(self.folder)} or the folders below it")
+            return 0
+        print_table(
+            ["run", "command", "state", "step", "newest", "seen", "wrong"],
+            [_cells(path, shown) for path, shown in found],
         )
-    found = [(path, _look(path)) for path in find_runs(arguments.folder)]
-    found.sort(
-        key=lambda one: one[1].age if isinstance(one[1], Overview) and one[1].age is not None else 1e12
-    )
-    if arguments.json:
-        print(json.dumps([_as_json(path, shown) for path, shown in found], indent=2))
+        going_on = [shown.resume for _, shown in found if isinstance(shown, Overview) and shown.resume]
+        if going_on:
+            print("\nto go on with those that have not reached their last step:")
+            for command in going_on:
+                print(f"  {printable(command)}")
         return 0
-    if not found:
-        print(f"there is no run in {printable(arguments.folder)} or the folders below it")
-        return 0
-    print_table(
-        ["run", "command", "state", "step", "newest", "seen", "wrong"],
-        [_cells(path, shown) for path, shown in found],
-    )
-    going_on = [shown.resume for _, shown in found if isinstance(shown, Overview) and shown.resume]
-    if going_on:
-        print("\nto go on with those that have not reached their last step:")
-        for command in going_on:
-            print(f"  {printable(command)}")
-    return 0
+
+
+def _age(shown: Overview | DamagedFile) -> float:
+    """How long ago a run was last seen; those of which it is not known come last."""
+    return shown.age if isinstance(shown, Overview) and shown.age is not None else math.inf
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -127,57 +133,48 @@ def _as_json(path: Path, shown: Overview | DamagedFile) -> dict[str, Any]:
     return {**content, "path": str(path)}
 
 
-def diagnose() -> int:
-    """`diagnose RUN`: what keeps a run from learning, and where its time goes."""
-    parser = argparse.ArgumentParser(
-        prog="diagnose",
-        description="Say what keeps a run from learning and where its time goes, each with its numbers and "
-        f"what to do. Exit code {WRONG} if something is found.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    trace = "also write what each role did when, for Perfetto or chrome://tracing"
-    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
-    price = "price of an hour of the run's machines, in any unit: the account is in money, too"
-    parser.add_argument("--price", type=_price, metavar="X", help=price)
-    arguments = parser.parse_args(sys.argv[1:])
-    view = _view(arguments.run)
-    shown = overview(view, here=str(arguments.run))
-    account = time_account(view.metrics(), view.history(), view.costs())
-    if arguments.trace is not None:
-        write_atomic(arguments.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
-    if arguments.json:
-        found = [dataclasses.asdict(finding) for finding in shown.findings]
-        money = {} if arguments.price is None else {"price": account.price(arguments.price)}
-        times = {"seconds": account.seconds, "idle": account.idle, "ettr": account.ettr, **money}
-        print(json.dumps({"findings": found, "time": times}, indent=2))
+class DiagnoseRun(ToolCommand):
+    """Say what keeps a run from learning and where its time goes, each with its numbers and what to do.
+
+    The exit code is 1 if something is found.
+    """
+
+    command = "diagnose"
+    positional = ("run",)
+    run: LocalRun
+    """The run's --output-dir."""
+    trace: Path | None = None
+    """Also write what each role did when to this file, for Perfetto or chrome://tracing."""
+    price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The price of an hour of the run's machines, in any unit: the account is in money, too."""
+
+    def execute(self) -> int:
+        view = _view(self.run)
+        shown = overview(view, here=str(self.run))
+        account = time_account(view.metrics(), view.history(), view.costs())
+        if self.trace is not None:
+            write_atomic(self.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
+        if self.as_json:
+            found = [dataclasses.asdict(finding) for finding in shown.findings]
+            money = {} if self.price is None else {"price": account.price(self.price)}
+            times = {"seconds": account.seconds, "idle": account.idle, "ettr": account.ettr, **money}
+            print(json.dumps({"findings": found, "time": times}, indent=2))
+            return WRONG if shown.findings else 0
+        of = f" of {shown.max_steps}" if shown.max_steps else ""
+        print(f"{printable(self.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
+        for number, finding in enumerate(shown.findings, start=1):
+            print(f"\n{number}. {printable(finding.what)}.\n   {printable(finding.advice)}.")
+        if not shown.findings:
+            print(f"nothing is wrong by any of the {len(RULES)} rules (docs/watching.md lists them)")
+        print()
+        if shown.pace is not None:
+            wait = shown.shares["wait"]
+            computes = f"the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}"
+            print(f"a step takes {shown.pace:.3g} s: {computes}")
+        print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
+        print_account(account, self.price)
+        print_phases(view.run)
         return WRONG if shown.findings else 0
-    of = f" of {shown.max_steps}" if shown.max_steps else ""
-    print(f"{printable(arguments.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
-    for number, finding in enumerate(shown.findings, start=1):
-        print(f"\n{number}. {printable(finding.what)}.\n   {printable(finding.advice)}.")
-    if not shown.findings:
-        from cairn.run.diagnosis import RULES
-
-        print(f"nothing is wrong by any of the {len(RULES)} rules (docs/watching.md lists them)")
-    print()
-    if shown.pace is not None:
-        wait = shown.shares["wait"]
-        print(f"a step takes {shown.pace:.3g} s: the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}")
-    print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
-    print_account(account, arguments.price)
-    print_phases(view.run)
-    return WRONG if shown.findings else 0
-
-
-def _price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price: a number from 0 on")
-    return value
 
 
 def print_account(account: TimeAccount, price: float | None) -> None:
@@ -223,41 +220,48 @@ def _view(path: Path) -> RunView:
     return RunView(path)
 
 
-def watch() -> int:
-    """`watch RUN`: a live view of a run, until it ends or Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="watch",
-        description="Watch a run: how far it is, its curves, what each role does, its checkpoints and what "
-        "is wrong. Ctrl-C leaves the run alone. Without a terminal it prints a line for each new step.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
-    parser.add_argument("--once", action="store_true", help="print the state of this moment, and end")
-    arguments = parser.parse_args(sys.argv[1:])
-    view, name = _view(arguments.run), str(arguments.run)
+class WatchRun(ToolCommand):
+    """Watch a run: how far it is, its curves, what each role does, its checkpoints and what is wrong.
 
-    from rich.console import Console
-    from rich.live import Live
+    Ctrl-C leaves the run alone. Without a terminal, a line is printed for each new step.
+    """
 
-    from cairn.watch.terminal import RunPanel
+    command = "watch"
+    positional = ("run",)
+    run: LocalRun
+    """The run's --output-dir."""
+    once: bool = False
+    """Print the state of this moment, and end."""
 
-    console = Console(highlight=False)
-    first = overview(view, here=name)
-    if arguments.once or _is_over(first):
-        console.print(RunPanel(first, name))
-        return 0
-    if not console.is_terminal:
-        return _follow(view, name)
-    try:
-        with Live(
-            RunPanel(first, name), console=console, auto_refresh=False, vertical_overflow="visible"
-        ) as live:
-            while not _is_over(shown := overview(view, here=name)):
+    def execute(self) -> int:
+        view, name = _view(self.run), str(self.run)
+        first = overview(view, here=name)
+        if self.as_json:
+            print(json.dumps(_as_json(self.run, first), indent=2))
+            return 0
+
+        from rich.console import Console  # takes a while to import
+        from rich.live import Live
+
+        from cairn.watch.terminal import RunPanel
+
+        console = Console(highlight=False)
+        if self.once or _is_over(first):
+            console.print(RunPanel(first, name))
+            return 0
+        if not console.is_terminal:
+            return _follow(view, name)
+        try:
+            with Live(
+                RunPanel(first, name), console=console, auto_refresh=False, vertical_overflow="visible"
+            ) as live:
+                while not _is_over(shown := overview(view, here=name)):
+                    live.update(RunPanel(shown, name), refresh=True)
+                    _wait(shown)
                 live.update(RunPanel(shown, name), refresh=True)
-                _wait(shown)
-            live.update(RunPanel(shown, name), refresh=True)
-    except KeyboardInterrupt:
-        print("the run goes on; `watch` only looked", flush=True)
-    return 0
+        except KeyboardInterrupt:
+            print("the run goes on; `watch` only looked", flush=True)
+        return 0
 
 
 def _wait(shown: Overview) -> None:
@@ -288,24 +292,35 @@ def _follow(view: RunView, name: str) -> int:
         _wait(shown)
 
 
-def report() -> int:
-    """`report RUN`: a run as one HTML file, and its curves as PNG files."""
-    parser = argparse.ArgumentParser(
-        prog="report",
-        description="Write a run as one HTML file that needs nothing else: what is wrong, curves, time, "
-        "checkpoints, evaluations and answers.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output-dir")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the file (default: NAME.html, here)")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also each curve as a PNG file, there")
-    arguments = parser.parse_args(sys.argv[1:])
-    view, name = _view(arguments.run), str(arguments.run)
-    target = arguments.out or Path(f"{view.run.path.name}.html")
-    from cairn.watch import report as pages
+class WriteReport(ToolCommand):
+    """Write a run as one HTML file that needs nothing else: what is wrong, curves, time, steps, answers."""
 
-    write_atomic(target, pages.report(view, name).encode())
-    print(target)
-    if arguments.png is not None:
-        for path in pages.draw_pngs(overview(view, here=name, rules=()).curves, arguments.png):
-            print(path)
-    return 0
+    command = "report"
+    positional = ("run",)
+    run: LocalRun
+    """The run's --output-dir."""
+    out: Path | None = None
+    """The file (default: NAME.html, here)."""
+    png: Path | None = None
+    """Also write each curve as a PNG file into this folder."""
+
+    def execute(self) -> int:
+        from cairn.watch.report import draw_pngs, report
+
+        view, name = _view(self.run), str(self.run)
+        written = [self.out or Path(f"{view.run.path.name}.html")]
+        write_atomic(written[0], report(view, name).encode())
+        if self.png is not None:
+            written += draw_pngs(overview(view, here=name, rules=()).curves, self.png)
+        print(json.dumps([str(path) for path in written]) if self.as_json else "\n".join(map(str, written)))
+        return 0
+
+
+COMMANDS: dict[str, type[ToolCommand]] = {
+    each.command: each for each in (ListRuns, WatchRun, DiagnoseRun, WriteReport)
+}
+
+
+def run(name: str) -> int:
+    """Run one of the commands; returns the exit code."""
+    return load(COMMANDS[name], sys.argv[1:]).execute()
