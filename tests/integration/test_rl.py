@@ -461,7 +461,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
         *("--seed", 5, "--orchestrator.inference-url", server.url, "--ckpt.interval", 6),
         *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
-        *("--trainer.loss.correction", "truncate", "--trainer.weight-transport", "network"),
+        *("--trainer.loss.importance", "token_truncate", "--trainer.weight-transport", "network"),
     )
     with shell.start(*arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 4)

@@ -72,7 +72,7 @@ def test_80_columns_show_the_time_left_and_the_curves_that_matter(locked: RunDir
         locked.metrics.append({"step": step, **ROW, "reward/mean": step / 10})
         display.update()
     text = shown(display)
-    assert re.search(r"rl +running", text)
+    assert re.search(r"rl\s+running", text)
     assert "step 10 of 150  59 s left  0.42 s/step" in text
     assert re.search(r"reward +1 +▁▂▃▃▄▅▆▆▇█", text)
     assert "loss" not in text

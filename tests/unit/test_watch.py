@@ -77,7 +77,7 @@ def test_all_runs_below_a_folder_with_what_goes_on_with_each(tmp_path: Path, sai
     make(tmp_path / "a" / "fine" / "inner" / "hidden")
     (tmp_path / "no_run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    code, out, _ = said("runs", tmp_path)
+    code, out, _ = said("runs", tmp_path, width=500)
     lines = out.splitlines()
     assert code == 0
     assert sum(str(tmp_path) in line for line in lines) == 2
@@ -101,10 +101,9 @@ def test_a_damaged_run_is_listed_beside_the_others(tmp_path: Path, said: Callabl
     damaged = make(tmp_path / "damaged")
     damaged.metrics.path.unlink()
     damaged.metrics.path.mkdir()
-    code, out, _ = said("runs", tmp_path)
+    code, out, _ = said("runs", tmp_path, width=500)
     assert code == 0
-    assert re.search(r"/damaged +damaged ", out)
-    assert "can't be read" in out
+    assert re.search(r"/damaged +damaged .*can't be read", out)
     assert re.search(r"fine +rl +done", out)
 
 
