@@ -17,7 +17,8 @@ from cairn.config.shared import SupervisionConfig
 FIRST = (
     "model", "data", "environment", "orchestrator.environment", "", "optimizer", "scheduler", "ckpt",
     "orchestrator", "orchestrator.sampling", "trainer", "trainer.optimizer", "trainer.scheduler", "sampling",
-    "trainer.loss", "trainer.precision", "loss", "precision", "wandb",
+    "trainer.loss", "trainer.precision", "loss", "precision", "wandb", "trainer.wandb", "sinks",
+    "sinks.tensorboard", "sinks.csv", "sinks.prometheus", "sinks.trackio", "sinks.webhook", "sinks.command",
 )  # fmt: skip
 """Order of sections; "" holds the top-level settings. Other sections come after these, before LAST."""
 LAST = ("inference", "ray", "supervision")

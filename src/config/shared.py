@@ -4,13 +4,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig
+from cairn.config.sinks import SinksConfig
 from cairn.run.object_store import SCHEMES, is_url
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class SharedConfig(CommandConfig):
     ckpt: CkptConfig | None = None
     self_check: bool = True
     """Refuse a model whose logprobs differ alone, in micro-batches, or on the servers; off: train anyway."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of logs/: text, or a JSON object each, with time, level, role and message."""
 
     def run_directory(self) -> "RunDirectory":
         """The run directory."""
@@ -102,6 +105,7 @@ class SupervisionConfig(BaseConfig):
     standby: bool = False
     """Keep a second trainer driver and orchestrator ready, to take over within two seconds."""
     preemption: PreemptionConfig | None = None
+    sinks: SinksConfig = SinksConfig()
 
 
 # The type of settings that name GPUs: a number of them, or a list as in CUDA_VISIBLE_DEVICES.

@@ -11,6 +11,7 @@ from cairn.config.kinds import KINDS
 from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.jobs.background import JOBS
 from cairn.launch.jobs.export import set_exports_aside
+from cairn.launch.jobs.sinks import finish_sinks, sinks_beside
 from cairn.launch.memory import refuse_what_can_not_be_served
 from cairn.launch.plan.dry_run import report
 from cairn.launch.plan.gpu_assignment import use_gpus
@@ -48,6 +49,7 @@ def _finish(plan: RunPlan) -> int:
     assert first.manifest is not None
     for job in JOBS.values():
         job.finish(config, first.manifest.run_id)
+    finish_sinks(config, first.manifest.run_id)
     restore_roles(config, first, plan.command)
     print(plan.complete, flush=True)
     return 0
@@ -64,7 +66,8 @@ def _run(plan: RunPlan) -> int:
             attempt = begin(run, config, first, plan.recipe, command=plan.command)
             set_exports_aside(config, first, f"before_attempt_{attempt.number}")
             try:
-                return run_roles(run, plan, attempt)
+                with sinks_beside(run, config, attempt) as take:
+                    return take(run_roles(run, plan, attempt))
             except StartDamaged as damaged:
                 _say_damage(plan, damaged)
                 if run.stop_requested():

@@ -15,6 +15,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
+from cairn.run.output import printable
 from cairn.run.signals import say
 from cairn.run.view import RunView
 from cairn.watch.overview import RoleLine, disk_room, newest_save, overview, values_of
@@ -90,6 +91,9 @@ class StepDisplay:
                 what = event["event"].removeprefix("not_")
                 text = f"warning: step {event['step']} is not {what}: {event['reason']}"
                 self.console.print(text, markup=False, soft_wrap=True)
+            elif event["event"] == "not_sent":
+                text = f"warning: the sink {event['sink']} gets nothing for now: {event['reason']}"
+                self.console.print(printable(text), markup=False, soft_wrap=True)
         self._events_seen = len(events)
         now = time.monotonic()
         rows = self._view.metrics()
@@ -100,6 +104,8 @@ class StepDisplay:
             self._moved_at = now
             for finding in self._diagnosis.news(self._seen(rows)):
                 self.console.print(f"note: {finding}", markup=False, highlight=False, soft_wrap=True)
+                found = finding.rule, finding.level, finding.what, finding.advice
+                self._view.run.history.diagnosed(self.step, *found)
         if self.console.is_terminal:
             if final or now - self._looked_at >= self._look_after:
                 self._looked_at = now

@@ -214,6 +214,8 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
         raise DamagedFile(f"{run.roles}: is damaged or missing; start the run again with --ckpt.resume auto")
     kind = KINDS[attempt.command]
     config = run.read_config(kind.config)
+    if config.log_format != "text":
+        start_logging(config.log_format, role)
     run = config.run_directory()
     turn = RoleStart(role, run, standby=standby)
     of = partial(kind.of, config=config)

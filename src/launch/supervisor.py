@@ -29,7 +29,7 @@ from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.messages import Attempt
-from cairn.run.output import outlive_terminal
+from cairn.run.output import json_line, outlive_terminal
 from cairn.run.processes import stop_on_signals
 from cairn.run.signals import say
 
@@ -195,15 +195,23 @@ def begin_anew(path: Path) -> None:
     copy, unfinished = path.with_name(f"{path.name}.1"), path.with_name(f"{path.name}.1.tmp")
     with open(path, "r+b") as log, open(unfinished, "wb") as out:
         size = os.fstat(log.fileno()).st_size
+        in_json = os.pread(log.fileno(), 1, 0) == b"{"
         if size > LARGEST:
             out.write(log.read(HEAD))
             skipped = size - LARGEST
-            out.write(f"\n[{skipped} bytes left out]\n".encode())
+            out.write(b"\n" + _note(f"{skipped} bytes left out", path, in_json))
             log.seek(HEAD + skipped)
         while piece := log.read(PIECE):  # up to what was written last
             out.write(piece)
         unfinished.replace(copy)
-        note = f"[the log goes on here; what was before is in {copy.name}]\n".encode()
+        note = _note(f"the log goes on here; what was before is in {copy.name}", path, in_json)
         log.truncate(0)
         with open(path, "ab") as anew:
             anew.write(note)
+
+
+def _note(text: str, log: Path, in_json: bool) -> bytes:
+    """A line about the log itself."""
+    if in_json:
+        return json_line("INFO", log.stem, text, time.time()).encode() + b"\n"
+    return f"[{text}]\n".encode()

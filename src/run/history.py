@@ -25,6 +25,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "not_saved": {"step": int, "reason": str},
     "not_exported": {"step": int, "reason": str},
     "not_uploaded": {"step": int, "reason": str},
+    "not_sent": {"sink": str, "reason": str},
+    "diagnosed": {"step": int, "rule": str, "level": int, "what": str, "advice": str},
+    "ended": {"number": int, "step": int, "state": str, "reason": str},
 }
 """The fields of each event, and their types."""
 PREFIX = "run/"
@@ -43,6 +46,9 @@ class History(JsonLines):
       is not saved any more (`reason`, with the times that decided).
     - not_exported: the checkpoint of `step` could not be exported (`reason`); training goes on.
     - not_uploaded: the same of an upload to the remote store.
+    - not_sent: `sink` can't take what it is sent (`reason`); training goes on.
+    - diagnosed: something was found to keep the run from learning, by the rules of `run/diagnosis`.
+    - ended: attempt `number` is over, and the run is done, stopped, failed or killed (`state`).
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
 
@@ -95,6 +101,20 @@ class History(JsonLines):
     def not_uploaded(self, step: int, reason: str) -> None:
         """A step could not be uploaded, at least not at once."""
         self._note({"time": time.time(), "event": "not_uploaded", "step": step, "reason": reason})
+
+    def not_sent(self, sink: str, reason: str) -> None:
+        """A sink can't take what it is sent, at least not at once."""
+        self._note({"time": time.time(), "event": "not_sent", "sink": sink, "reason": reason})
+
+    def diagnosed(self, step: int, rule: str, level: int, what: str, advice: str) -> None:
+        """Something is found to keep the run from learning; see `run/diagnosis`."""
+        event = {"time": time.time(), "event": "diagnosed", "step": step, "rule": rule, "level": level}
+        self._note({**event, "what": what, "advice": advice})
+
+    def ended(self, number: int, state: str, *, step: int, reason: str) -> None:
+        """An attempt is over: its state (done, stopped, failed, killed) and, if it is not done, why."""
+        event = {"time": time.time(), "event": "ended", "number": number, "state": state}
+        self._note({**event, "step": step, "reason": reason})
 
     def _note(self, event: dict[str, Any]) -> None:
         """Add an event; a run that goes on at a full disk does so without it."""

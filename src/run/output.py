@@ -1,18 +1,23 @@
 """What a process prints: its log, text from files, its progress; and a terminal that may be closed."""
 
+import collections
 import contextlib
+import datetime
 import errno
 import faulthandler
 import gc
 import io
+import json
 import logging
+import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -24,19 +29,144 @@ UNWRITABLE = re.compile("[\ud800-\udfff\x00]")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def start_logging() -> None:
-    """Log this process's messages to standard error, one line each, with the time."""
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+LOGGED_AGAIN = (10, 100, 1_000, 10_000, 100_000)
+"""The times for which a message that was logged before is logged again, with their number."""
+MOST_KINDS = 1000
+"""Messages and tracebacks that are told from others; further ones are all logged."""
+LogFormat = Literal["text", "json"]
+
+
+def start_logging(form: LogFormat = "text", role: str = "") -> None:
+    """Log this process's messages to standard error, each thing once.
+
+    form: text, one line a message, with the time; or json, one object a line, with time, level, role and
+    message: so is also what is printed. What other programs and C libraries write stays as it is.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what user code prints must not raise
+    if form == "json":
+        sys.stdout, sys.stderr = _JsonStream(1, role), _JsonStream(2, role)
+        handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", errors="backslashreplace"))
+        handler.setFormatter(_JsonLine(role))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(OnlyOnce())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for chatty in ("httpx", "datasets", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+class OnlyOnce(logging.Filter):
+    """Logs each warning, and each traceback, in full the first time, and then only how often it came.
+
+    Tracebacks of one kind of exception that lead to the same place are the same: the message is then logged
+    without. Messages are the same if they read the same: they are then logged now and then (`LOGGED_AGAIN`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: collections.Counter[object] = collections.Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        if record.levelno < logging.WARNING:
+            return True
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[0] is not None:
+            kind, error, trace = record.exc_info
+            if self._count((kind, *((code, line) for code, line in _places(trace)))) == 1:
+                return True
+            record.exc_info = record.exc_text = None
+            text = f"{text}: {kind.__name__}: {quoted(error)} (its traceback is above)"
+        times = self._count((record.name, record.levelno, text))
+        again = "" if times == 1 else f" (for the {times}th time)"
+        record.msg, record.args = f"{text}{again}", None
+        return times == 1 or times in LOGGED_AGAIN
+
+    def _count(self, what: object) -> int:
+        """How often it came, this time included; 1 for what is not told from others any more."""
+        if what not in self._times and len(self._times) >= MOST_KINDS:
+            return 1
+        self._times[what] += 1
+        return self._times[what]
+
+
+def _places(trace: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    while trace is not None:
+        yield trace.tb_frame.f_code, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def json_line(level: str, role: str, message: str, moment: float) -> str:
+    """A line of a log in JSON, without its end. `moment`: in seconds since 1970."""
+    stamp = datetime.datetime.fromtimestamp(moment).astimezone().isoformat(timespec="milliseconds")
+    return json.dumps({"time": stamp, "level": level, "role": role, "message": message})
+
+
+class _JsonLine(logging.Formatter):
+    """A message as a JSON object; a traceback is part of it."""
+
+    def __init__(self, role: str):
+        super().__init__("%(name)s: %(message)s")
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json_line(record.levelname, self.role, super().format(record), record.created)
+
+
+class _JsonStream(io.TextIOBase):
+    """What is printed, a JSON object for each line, with the level OUTPUT."""
+
+    def __init__(self, fd: int, role: str):
+        super().__init__()
+        self._fd = fd
+        self._role = role
+        self._begun = ""
+        """A line that has not ended."""
+        self._lock = threading.RLock()
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            *lines, self._begun = (self._begun + text).split("\n")
+            whole = "".join(
+                json_line("OUTPUT", self._role, line, time.time()) + "\n" for line in lines if line.strip()
+            )
+        data = memoryview(whole.encode())
+        while data:
+            data = data[os.write(self._fd, data) :]
+        return len(text)
+
+    def flush(self) -> None:
+        """Lines are written when they end."""
+
+    def close(self) -> None:
+        """Write a last line that has not ended; the file stays open."""
+        with self._lock:
+            if self._begun:
+                self.write("\n")
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] # the base's is a variable
+        return "utf-8"
+
+
+def message_of(line: str) -> str:
+    """The message of a line of a log: of one of JSON, what it says."""
+    if not line.startswith("{"):
+        return line
+    try:
+        found = json.loads(line)
+        return f"{found['message']}" if {"level", "role"} <= found.keys() else line
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return line
 
 
 STACKS = signal.SIGUSR2

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cairn.run.directory import RunDirectory
+from cairn.run.output import message_of
 from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say
 
 T = TypeVar("T")
@@ -304,7 +305,7 @@ def thread_that_crashed(log: Path) -> list[int]:
 def log_end(log: Path, lines: int = 15) -> str:
     """The last lines of a log, for an error message; from its last error on, if that is among them."""
     try:
-        end = _tail(log).splitlines()[-lines:]
+        end = [message_of(line) for line in _tail(log).splitlines()[-lines:]]
     except OSError as error:
         return f"(no log: {error.strerror})"
     errors = [i for i, line in enumerate(end) if line.startswith("error: ")]

@@ -42,6 +42,7 @@ from cairn.run.file_system import BUCKETS, file_system_of, remarks
 from cairn.run.machine import machine_of, this_machine
 from cairn.run.output import importing
 from cairn.trainer.tracking import check_login
+from cairn.watch.sinks import problems_of_sinks
 
 CONVERTED = "converted"
 """Name of the folder in the run directory for a model whose weights came in another program's format."""
@@ -105,6 +106,12 @@ def _tracking(draft: Draft) -> Draft:
 def _preemption(draft: Draft) -> Draft:
     asking(draft.config.preemption)
     return draft
+
+
+def _sinks(draft: Draft) -> Draft:
+    """What can't work is refused; what does not at the moment is said, and stops no run."""
+    problems = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
+    return draft.having(notes=(*draft.notes, *problems))
 
 
 def _ratings(draft: Draft) -> Draft:
@@ -387,6 +394,7 @@ STEPS = (
     PlanStep("tracking", _tracking, RUNS),
     PlanStep("own losses and optimisers", _extensions, RUNS),
     PlanStep("preemption", _preemption, RUNS, when=lambda draft: draft.config.preemption is not None),
+    PlanStep("sinks", _sinks, RUNS, gives=("notes",), when=lambda draft: draft.config.sinks.are_on),
     PlanStep("ratings", _ratings, RUNS, gives=("config",)),
     PlanStep("exports", _exports, RUNS, gives=("config",)),
     PlanStep(

@@ -109,7 +109,7 @@ class Worker:
             from cairn.trainer.group import RankGroup, device_for, out_of_memory
             from cairn.trainer.loop import train
 
-        start_logging()
+        start_logging(config.log_format, rank.name)
         try:
             with stop_on_signals(run):
                 if config.ray.address:

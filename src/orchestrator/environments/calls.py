@@ -16,14 +16,12 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, hint, passes, place_of
 from cairn.orchestrator.environments.times import CallTimes
 from cairn.run import noted_calls
-from cairn.run.output import quoted
+from cairn.run.output import LOGGED_AGAIN, quoted
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 300
 """Characters of an answer to quote in an error message."""
-LOGGED_AGAIN = (10, 100, 1_000, 10_000, 100_000)
-"""How often the same exception must have been raised to be mentioned again."""
 LONGEST_TRACE = 16_000
 """Characters of a traceback in the log."""
 MOST_KINDS = 1000

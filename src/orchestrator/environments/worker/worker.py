@@ -32,6 +32,9 @@ CONTAINERS = {list: "list", dict: "dict", tuple: "tuple", set: "set"}
 OPTIONAL = ("messages", "snapshot", "restore")
 """Methods that an environment with `start` and `step` need not have; `close` is asked in any case."""
 
+MOST_KINDS = 1000
+"""Exceptions that are printed; further kinds are only reported."""
+
 
 class EnvironmentWorker:
     """Answers the orchestrator's requests with the methods of one environment.
@@ -52,6 +55,8 @@ class EnvironmentWorker:
         """For the number of a call that a rollout makes, where its answer goes."""
         self.asked = 0
         self.worlds = Worlds(environment, self.awaited)
+        self.raised = set()
+        """The exceptions that were printed: each by its kind and the places in the code that led to it."""
 
     def handle(self, message):
         """Act on a line of the orchestrator's."""
@@ -88,10 +93,18 @@ class EnvironmentWorker:
         except asyncio.CancelledError:
             found = {"error": "it was cancelled"}
         except BaseException as error:
-            traceback.print_exc()
+            self.told(error)
             found = {"error": f"{type(error).__name__}: {error}"}
         self.tasks.pop(number, None)
         self.send({"type": "result", "number": number, **found})
+
+    def told(self, error):
+        """Print an exception with its traceback the first time; the orchestrator counts further ones."""
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        kind = (type(error).__name__, *places)
+        if kind not in self.raised and len(self.raised) < MOST_KINDS:
+            self.raised.add(kind)
+            traceback.print_exception(type(error), error, error.__traceback__)
 
     async def call(self, method, arguments):
         """The result of one of the environment's methods."""
