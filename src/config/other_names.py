@@ -183,8 +183,8 @@ NOTES = {name: note for names, note in NOTES_OF.items() for name in names.split(
 
 ROWS = "metrics.jsonl in the output folder has a row for every step"
 TRACKERS = (
-    "{wandb.} sends metrics to Weights & Biases ({wandb.mode} offline works without a network), and "
-    "metrics.jsonl in the output folder has them in any case; there are no other trackers"
+    "{wandb.} sends metrics to Weights & Biases, and {sinks.} to TensorBoard, CSV, Prometheus or Trackio "
+    "(docs/sinks.md); metrics.jsonl in the output folder has them in any case"
 )
 VALIDATED = (
     "{?validation}[[validation]] tables in a file say what is validated and after how many steps (interval, "

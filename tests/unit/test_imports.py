@@ -37,6 +37,7 @@ PLUG_INS = (
     "formats/onnx.py",
     "formats/plain_file.py",
     "formats/verl.py",
+    "watch/sinks/",
 )
 """Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {

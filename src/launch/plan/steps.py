@@ -109,9 +109,16 @@ def _preemption(draft: Draft) -> Draft:
 
 
 def _sinks(draft: Draft) -> Draft:
-    """What can't work is refused; what does not at the moment is said, and stops no run."""
-    problems = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
-    return draft.having(notes=(*draft.notes, *problems))
+    """Settings that can't work are refused; what does not work at the moment is said, and stops no run."""
+    draft = _sinks_seen(draft)
+    if draft.errors:
+        raise UsageError("\n".join(draft.errors))
+    return draft
+
+
+def _sinks_seen(draft: Draft) -> Draft:
+    warnings, errors = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
+    return draft.having(notes=(*draft.notes, *warnings), errors=(*draft.errors, *errors))
 
 
 def _ratings(draft: Draft) -> Draft:
@@ -394,7 +401,10 @@ STEPS = (
     PlanStep("tracking", _tracking, RUNS),
     PlanStep("own losses and optimisers", _extensions, RUNS),
     PlanStep("preemption", _preemption, RUNS, when=lambda draft: draft.config.preemption is not None),
-    PlanStep("sinks", _sinks, RUNS, gives=("notes",), when=lambda draft: draft.config.sinks.are_on),
+    PlanStep(
+        "sinks", _sinks, RUNS, gives=("notes",), dry=_sinks_seen,
+        when=lambda draft: draft.config.sinks.are_on,
+    ),
     PlanStep("ratings", _ratings, RUNS, gives=("config",)),
     PlanStep("exports", _exports, RUNS, gives=("config",)),
     PlanStep(

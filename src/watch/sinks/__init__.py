@@ -3,7 +3,7 @@
 A process of its own (`main.py`) follows the run directory while the run goes on, and nobody waits for it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,21 @@ def make_sink(name: str, config: SinksConfig) -> Sink:
     return sink
 
 
-def problems_of_sinks(config: SinksConfig, run: Path) -> Iterator[str]:
-    """What is wrong with the sinks at the moment, a line each: they try again while the run goes on.
+def problems_of_sinks(config: SinksConfig, run: Path) -> tuple[list[str], list[str]]:
+    """What is wrong with the sinks, a line each.
 
     Args:
         run: the run directory, which may not be there yet.
 
-    Raises:
-        UsageError: settings that can't work; all such problems in one message.
+    Returns:
+        Warnings about what does not work at the moment: such a sink tries again while the run goes on. And
+        errors: settings that can never work.
     """
-    refused: list[str] = []
+    warnings: list[str] = []
+    errors: list[str] = []
     for name in sinks_of(config):
         try:
-            yield from (f"warning: {problem}" for problem in make_sink(name, config).problems(run))
+            warnings += [f"warning: {problem}" for problem in make_sink(name, config).problems(run)]
         except UsageError as error:
-            refused.append(str(error))
-    if refused:
-        raise UsageError("\n".join(refused))
+            errors.append(str(error))
+    return warnings, errors

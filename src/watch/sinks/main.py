@@ -94,10 +94,11 @@ class SinkThread(threading.Thread):
             except Exception as error:  # of a sink of the user's own as well
                 self.note(_words(error))
                 self._follower.let_go()
-                self._over.wait(LAST_PAUSE if over else pause)
-                failing, pause = True, min(2 * pause, LONGEST_PAUSE)
                 if over:
                     time.sleep(LAST_PAUSE)
+                else:
+                    self._over.wait(pause)
+                failing, pause = True, min(2 * pause, LONGEST_PAUSE)
             finally:
                 self._busy_since = None
             if not failing:
