@@ -183,8 +183,8 @@ NOTES = {name: note for names, note in NOTES_OF.items() for name in names.split(
 
 ROWS = "metrics.jsonl in the output folder has a row for every step"
 TRACKERS = (
-    "{wandb.} sends metrics to Weights & Biases, and {sinks.} to TensorBoard, CSV, Prometheus or Trackio "
-    "(docs/sinks.md); metrics.jsonl in the output folder has them in any case"
+    "{sinks.tensorboard.} writes event files for TensorBoard, {wandb.} sends metrics to Weights & Biases "
+    "({wandb.mode} offline works without a network); docs/sinks.md has the others"
 )
 VALIDATED = (
     "{?validation}[[validation]] tables in a file say what is validated and after how many steps (interval, "

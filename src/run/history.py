@@ -13,6 +13,7 @@ from cairn.run.files import read_note, write_json
 from cairn.run.jsonlines import JsonLines, as_object
 from cairn.run.messages import Attempt
 from cairn.run.metrics import number
+from cairn.run.output import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class History(JsonLines):
     def ended(self, number: int, state: str, *, step: int, reason: str) -> None:
         """An attempt is over: its state (done, stopped, failed, killed) and, if it is not done, why."""
         event = {"time": time.time(), "event": "ended", "number": number, "state": state}
-        self._note({**event, "step": step, "reason": reason})
+        self._note({**event, "step": step, "reason": quoted(reason)})
 
     def _note(self, event: dict[str, Any]) -> None:
         """Add an event; a run that goes on at a full disk does so without it."""

@@ -92,7 +92,7 @@ def test_a_flag_with_one_wrong_letter_is_suggested(case: tuple[str, str, str]):
         ("sft", "gradient_acumulation_steps", "gradient-accumulation-steps: a step's samples are split"),
         ("sft", "eval_steps", "[[validation]] tables in a file"),
         ("rl", "eval_steps", "[[eval]] tables in a file"),
-        ("sft", "report_to", "there are no other trackers"),
+        ("sft", "report_to", "--sinks.tensorboard writes event files for TensorBoard"),
         (
             "rl",
             "report_to",
@@ -151,5 +151,5 @@ def test_answers_name_settings_of_the_command(command: str):
 
 def test_in_a_file_as_well(tmp_path):
     (tmp_path / "x.toml").write_text('report_to = "tensorboard"\n')
-    with pytest.raises(UsageError, match="there are no other trackers"):
+    with pytest.raises(UsageError, match=r"--sinks\.tensorboard writes event files"):
         load(COMMANDS["sft"], ["@", str(tmp_path / "x.toml")])

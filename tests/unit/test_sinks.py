@@ -33,7 +33,7 @@ from cairn.run.files import write_json
 from cairn.run.messages import Attempt
 from cairn.watch.sinks import SINKS, Sink, SinkRun, make_sink, problems_of_sinks, sinks_of
 from cairn.watch.sinks import main as process
-from cairn.watch.sinks.follow import Follower, Taken
+from cairn.watch.sinks.follow import Follower, TakenRows
 from cairn.watch.sinks.notify import NotTold
 
 DEADLINE = 30.0
@@ -250,16 +250,16 @@ def test_nothing_is_sent_twice_and_nothing_is_left_out(tmp_path: Path):
 
 
 def test_what_was_taken_is_compared_with_what_is_there(tmp_path: Path):
-    taken = Taken(tmp_path / "sinks" / "x.jsonl")
+    taken = TakenRows(tmp_path / "sinks" / "x.jsonl")
     rows = [row(step) for step in range(1, 6)]
     taken.add(rows)
-    assert Taken(tmp_path / "sinks" / "x.jsonl").kept(rows) == 5
+    assert TakenRows(tmp_path / "sinks" / "x.jsonl").kept(rows) == 5
     assert taken.kept([*rows, row(6)]) == 5
     assert taken.kept(rows[:3]) == 3
     assert taken.kept([*rows[:2], row(3, loss=7), *rows[3:4], row(5, loss=7), row(6)]) == 2
     assert taken.kept([]) == 0
     taken.cut(2)
-    assert len(Taken(tmp_path / "sinks" / "x.jsonl")) == 2
+    assert len(TakenRows(tmp_path / "sinks" / "x.jsonl")) == 2
 
 
 # CSV

@@ -18,7 +18,6 @@ from cairn.run.directory import RunDirectory, lock
 from cairn.run.exits import EXIT_STOPPED
 from cairn.run.files import DamagedFile, make_folders
 from cairn.run.messages import Attempt
-from cairn.run.output import quoted
 from cairn.run.process_groups import kill_session
 from cairn.run.signals import on_stop_signals
 
@@ -174,7 +173,7 @@ def _note_end(run: RunDirectory, attempt: Attempt, state: str, reason: str) -> N
     with contextlib.suppress(OSError, DamagedFile):
         rows = run.metrics.rows()
         step = rows[-1]["step"] if rows else attempt.start_step
-        run.history.ended(attempt.number, state, step=step, reason=quoted(reason))
+        run.history.ended(attempt.number, state, step=step, reason=reason)
 
 
 def _say_unsent(names: list[str]) -> None:

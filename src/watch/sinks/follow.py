@@ -26,7 +26,7 @@ def digest(row: Row) -> str:
     return hashlib.blake2b(json.dumps(row, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-class Taken:
+class TakenRows:
     """The objects of one file that a sink has taken, in their order, also those of earlier processes.
 
     Of each the digest is kept, so that objects which were taken back, and made again, are known from those
@@ -108,8 +108,10 @@ class Follower:
         self._whole = kind.whole
         file = f"{''.join(c if c.isalnum() else '_' for c in name)}"
         folder = run.path / FOLDER
-        self._rows = Taken(folder / f"{file}.rows.jsonl" if self._takes_rows and not self._whole else None)
-        self._events = Taken(folder / f"{file}.events.jsonl" if self._takes_events else None)
+        self._rows = TakenRows(
+            folder / f"{file}.rows.jsonl" if self._takes_rows and not self._whole else None
+        )
+        self._events = TakenRows(folder / f"{file}.events.jsonl" if self._takes_events else None)
         self._events_known = False
 
     def look(self, note: Callable[[str], None]) -> None:
