@@ -51,6 +51,8 @@ def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str,
     section = root.find(path[:-1])
     if section and section.kind == "section" and len(path) > 1:
         names = [leaf.path[-1].replace("_", "-") for leaf in known.values() if leaf.path[:-1] == section.path]
+        below = [one.path for one in section.children.values() if one.kind == "section" and one.optional]
+        names += [keys[-1] for keys in below if any(leaf[: len(keys)] == keys for leaf in known)]
         if names:
             return f"{said}; [{section.name}] has {', '.join(names)}"
     return f"{said}; --help lists all settings"

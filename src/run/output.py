@@ -73,7 +73,10 @@ class OnlyOnce(logging.Filter):
         """Whether the record is logged."""
         if record.levelno < logging.WARNING:
             return True
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # arguments that don't fit; the handler tells of that
+            return True
         if record.exc_info and record.exc_info[0] is not None:
             kind, error, trace = record.exc_info
             if self._count((kind, *((code, line) for code, line in _places(trace)))) == 1:
