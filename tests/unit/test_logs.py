@@ -146,7 +146,8 @@ def test_an_environment_in_a_process_of_its_own_says_it_once_too(tmp_path: Path)
     """Its interpreter may lack Cairn, and its output is the orchestrator's log."""
     (tmp_path / "failing.py").write_text(
         "class Failing:\n    def messages(self, problem):\n        return []\n"
-        "    def reward(self, problem, answer):\n        return {}[answer]\n    def __len__(self):\n        return 9\n"
+        "    def reward(self, problem, answer):\n        return {}[answer]\n"
+        "    def __len__(self):\n        return 9\n"
     )
     make = {"name": "failing:Failing", "args": {}, "threads": 1}
     calls = [
