@@ -10,7 +10,7 @@ import pytest
 
 from cairn.launch import supervisor as logs
 from cairn.launch.supervisor import BoundedLogs
-from cairn.orchestrator.environments.worker import worker
+from cairn.orchestrator.environments import worker
 from cairn.run.output import OnlyOnce, message_of
 from cairn.run.processes import log_end
 
