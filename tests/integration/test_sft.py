@@ -1,5 +1,6 @@
 """Supervised fine-tuning from the outside: a run that is stopped and gone on with is as if it never was."""
 
+import csv
 import json
 import os
 import shutil
@@ -99,7 +100,8 @@ def parts(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) ->
         command.assert_nothing_survives()
     parts = Parts(run, interrupted, len(rows(run)), read(run / "roles.json"))
     assert parts.stopped_at < 20, "too late to go on from there to 20"
-    tracked = (*sft, "--wandb.mode", "offline", "--output-dir", run)
+    sinks = ("--sinks.csv", "--sinks.tensorboard", "--log-format", "json")
+    tracked = (*sft, "--wandb.mode", "offline", *sinks, "--output-dir", run)
     shell.succeed(*tracked, "--max-steps", 20, "--ckpt.resume", "auto")
     shell.succeed(*tracked, "--max-steps", 40, "--ckpt.resume-step", 20)
     return parts
@@ -181,8 +183,11 @@ def test_an_audit_finds_nothing(shell: Shell, straight: Path, parts: Parts, rewo
         assert {epoch["problems"] for epoch in report["epochs"]} == {RECORDS}
 
 
-def test_parts_are_one_run_to_weights_and_biases(parts: Parts):
+def test_parts_are_one_run_to_weights_and_biases_and_in_a_table(parts: Parts):
     """Those that were tracked carry the run's own id, so the second goes on with the first one's curves."""
+    with open(parts.run / "metrics.csv", newline="") as file:
+        table = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    assert table == [(row["step"], row["loss"]) for row in rows(parts.run)]
     run_id = read(step_folder(parts.run, 40) / "manifest.json")["run_id"]
     tracked = list((parts.run / "wandb").glob("offline-run-*"))
     assert [path.name.rpartition("-")[2] for path in tracked] == [run_id] * 2

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cairn.config.sinks import PrometheusConfig
+from cairn.run.diagnosis import RULES, Finding
 from cairn.run.files import DamagedFile, make_folders, write_atomic
 from cairn.run.view import RunView
 from cairn.watch.overview import Overview, overview
@@ -23,6 +24,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LEAST_SECONDS = 1.0
 """An answer is as old as this at most, or as `SHARE` times what it took to make."""
 SHARE = 20
+JUDGED_SECONDS = 30.0
+"""Between two looks at what keeps the run from learning, or `JUDGED_SHARE` times as long as a look takes."""
+JUDGED_SHARE = 1000
 FILE_SECONDS = 15.0
 """Between two writes of the file."""
 PATIENCE_SECONDS = 5.0
@@ -147,6 +151,8 @@ class RunText:
         self._text = b""
         self._made_at = -math.inf
         self._lasts = 0.0
+        self._findings: Sequence[Finding] = ()
+        self._judge_at = -math.inf
 
     def now(self, *, fresh: bool = False) -> bytes:
         """The text; `fresh`: made now."""
@@ -161,7 +167,11 @@ class RunText:
     def _lines(self) -> Iterator[str]:
         run = {"run": self._run.name, "run_id": self._run.run_id}
         try:
-            shown = overview(self._view)
+            judges = time.monotonic() >= self._judge_at
+            shown = overview(self._view, rules=RULES if judges else ())
+            if judges:
+                self._findings = shown.findings
+                self._judge_at = time.monotonic() + max(JUDGED_SECONDS, JUDGED_SHARE * shown.seconds)
         except DamagedFile:
             yield from _family("cairn_readable", "whether the run's files can be read", [(run, 0.0)])
             return
@@ -173,7 +183,7 @@ class RunText:
         yield from _family("cairn_run_state", "1 for the state that the run is in", states)
         yield from self._progress(shown, run)
         yield from self._roles(shown, run)
-        findings = [({**run, "rule": one.rule}, float(one.level)) for one in shown.findings]
+        findings = [({**run, "rule": one.rule}, float(one.level)) for one in self._findings]
         yield from _family("cairn_finding", "how bad it is what keeps the run from learning", findings)
         rows = self._view.metrics()
         values = [({**run, "name": name}, value) for name, value in numbers(rows[-1])] if rows else []
