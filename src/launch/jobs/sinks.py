@@ -91,6 +91,7 @@ class SinksProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(b".")
             process.stdin.close()
         heard, over = bytearray(), threading.Event()
         interrupted = False

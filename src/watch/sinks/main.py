@@ -1,8 +1,8 @@
 """The process of a run's sinks: `python -m cairn.watch.sinks.main RUN_DIR LAUNCHER`.
 
-It follows the run directory until its standard input is closed, which is when the run is over or its launcher
-is gone. Then each sink may send the rest, for `sinks.grace` seconds at most. The names of those that have not
-managed to are printed, one a line.
+It follows the run directory until its launcher writes a byte to its standard input: then the run is over.
+If that ends without one, the launcher was killed. Then each sink may send the rest, for `sinks.grace` seconds
+at most. The names of those that have not managed to are printed, one a line.
 """
 
 import fcntl
@@ -153,9 +153,10 @@ def main(folder: Path, launcher: int, answer: Callable[[str], None]) -> int:
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         for thread in threads:
             thread.look_after()
-        if os.getppid() != launcher:
+        if os.getppid() != launcher:  # a process that it has forked may hold the pipe open
             break
-    if os.getppid() != launcher:
+    # The pipe of a process that dies is closed before it has ended, so its parent's number says nothing yet.
+    if os.getppid() != launcher or not os.read(sys.stdin.fileno(), 1):
         note_killed(view, attempt.number)
     unsent = finish(threads, sinks.grace)
     for name in unsent:
