@@ -372,6 +372,36 @@ MUTANTS = (
         "test_gae test_critic",
     ),
     M("variance of a step by n", "moments", "max(count - 1, 1.0)", "max(count, 1.0)", "test_gae test_critic"),
+    # Sinks: nothing twice, nothing left out, nobody held up
+    M(
+        "a sink does not remember rows",
+        "Follower.look",
+        "self._rows.add(new)",
+        "self._rows._digests += [digest(row) for row in new]",
+        "test_sinks",
+    ),
+    M(
+        "a sink keeps rows that were taken back",
+        "Follower.look",
+        "if kept < len(self._rows):",
+        "if False:",
+        "test_sinks",
+    ),
+    M(
+        "a webhook without a deadline",
+        "_closed_after",
+        "timer.start()",
+        "pass",
+        "test_sinks",
+    ),
+    M(
+        "a killed launcher is not noted",
+        "note_killed",
+        'view.run.history.ended(attempt, "killed", step=rows[-1]["step"] if rows else 0, reason=reason)',
+        "pass",
+        "test_sinks",
+    ),
+    M("tracebacks repeat", "OnlyOnce.filter", "== 1:", ">= 1:", "test_logs"),
 )
 
 
