@@ -25,7 +25,7 @@ from runs import free_port
 from cairn.config.sinks import SinksConfig
 from cairn.launch.jobs import sinks as beside
 from cairn.launch.jobs.sinks import SinksProcess, sinks_beside
-from cairn.launch.plan.start import StartDamaged
+from cairn.launch.start import StartDamaged
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed

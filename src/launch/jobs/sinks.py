@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator
 from typing import IO
 
 from cairn.config.kinds import RunConfig
-from cairn.launch.plan.start import StartDamaged
+from cairn.launch.start import StartDamaged
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.exits import EXIT_STOPPED
 from cairn.run.files import DamagedFile, make_folders
 from cairn.run.messages import Attempt
-from cairn.run.process_groups import kill_session
+from cairn.run.processes import kill_session
 from cairn.run.signals import on_stop_signals
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_USAGE
 from cairn.run.machine import Machine
+from cairn.watch.sinks import problems_of_sinks
 
 
 def report(plan: RunPlan) -> int:
@@ -240,3 +241,21 @@ def refused(check: Callable[[], object]) -> list[str]:
     except UsageError as error:
         return [f"error: {error}"]
     return []
+
+
+def sinks(draft: Draft) -> Draft:
+    """Note what does not work at the moment, which stops no run, and as errors what can't work."""
+    warnings, errors = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
+    return draft.having(notes=(*draft.notes, *warnings), errors=(*draft.errors, *errors))
+
+
+def check_sinks(draft: Draft) -> Draft:
+    """The same at a start.
+
+    Raises:
+        UsageError: settings of a sink can't work.
+    """
+    draft = sinks(draft)
+    if draft.errors:
+        raise UsageError("\n".join(draft.errors))
+    return draft

@@ -42,7 +42,6 @@ from cairn.run.file_system import BUCKETS, file_system_of, remarks
 from cairn.run.machine import machine_of, this_machine
 from cairn.run.output import importing
 from cairn.trainer.tracking import check_login
-from cairn.watch.sinks import problems_of_sinks
 
 CONVERTED = "converted"
 """Name of the folder in the run directory for a model whose weights came in another program's format."""
@@ -106,19 +105,6 @@ def _tracking(draft: Draft) -> Draft:
 def _preemption(draft: Draft) -> Draft:
     asking(draft.config.preemption)
     return draft
-
-
-def _sinks(draft: Draft) -> Draft:
-    """Settings that can't work are refused; what does not work at the moment is said, and stops no run."""
-    draft = _sinks_seen(draft)
-    if draft.errors:
-        raise UsageError("\n".join(draft.errors))
-    return draft
-
-
-def _sinks_seen(draft: Draft) -> Draft:
-    warnings, errors = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
-    return draft.having(notes=(*draft.notes, *warnings), errors=(*draft.errors, *errors))
 
 
 def _ratings(draft: Draft) -> Draft:
@@ -402,7 +388,7 @@ STEPS = (
     PlanStep("own losses and optimisers", _extensions, RUNS),
     PlanStep("preemption", _preemption, RUNS, when=lambda draft: draft.config.preemption is not None),
     PlanStep(
-        "sinks", _sinks, RUNS, gives=("notes",), dry=_sinks_seen,
+        "sinks", dry_run.check_sinks, RUNS, gives=("notes",), dry=dry_run.sinks,
         when=lambda draft: draft.config.sinks.are_on,
     ),
     PlanStep("ratings", _ratings, RUNS, gives=("config",)),
