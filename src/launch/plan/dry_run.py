@@ -245,6 +245,8 @@ def refused(check: Callable[[], object]) -> list[str]:
 
 def sinks(draft: Draft) -> Draft:
     """Note what does not work at the moment, which stops no run, and as errors what can't work."""
+    if not draft.config.sinks.are_on:
+        return draft
     warnings, errors = problems_of_sinks(draft.config.sinks, draft.config.run_directory().path)
     return draft.having(notes=(*draft.notes, *warnings), errors=(*draft.errors, *errors))
 

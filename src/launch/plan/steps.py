@@ -387,10 +387,7 @@ STEPS = (
     PlanStep("tracking", _tracking, RUNS),
     PlanStep("own losses and optimisers", _extensions, RUNS),
     PlanStep("preemption", _preemption, RUNS, when=lambda draft: draft.config.preemption is not None),
-    PlanStep(
-        "sinks", dry_run.check_sinks, RUNS, gives=("notes",), dry=dry_run.sinks,
-        when=lambda draft: draft.config.sinks.are_on,
-    ),
+    PlanStep("sinks", dry_run.check_sinks, RUNS, gives=("notes",), dry=dry_run.sinks),
     PlanStep("ratings", _ratings, RUNS, gives=("config",)),
     PlanStep("exports", _exports, RUNS, gives=("config",)),
     PlanStep(
