@@ -131,6 +131,11 @@ def report() -> int:
     return _look("report")
 
 
+def dash() -> int:
+    """`dash [FOLDER]`: a local web page of the runs below a folder."""
+    return _look("dash")
+
+
 def _look(name: str) -> int:
     """A command that only reads run directories."""
 

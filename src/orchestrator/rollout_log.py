@@ -7,6 +7,7 @@ files are deleted when all together are larger than `orchestrator.keep_rollouts_
 """
 
 import contextlib
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ SCHEMA = pa.schema(
 """One rollout a row; docs/rollouts.md says what each column is."""
 KEY = ("step", "place", "sample")
 """The columns that identify a rollout."""
+MARKUP = re.compile(
+    r"<\|[^|<>]*\|>|\[/?INST\]|</?(?:s|bos|eos|think|system|user|assistant)>|<(?:start|end)_of_turn>"
+)
+"""What separates messages in a rendered prompt, in the usual templates."""
 
 
 @dataclass(frozen=True)
@@ -151,19 +156,43 @@ class KeptRollouts:
         Raises:
             DamagedFile: the file is no Parquet file, or another one than these.
         """
+        return self.table(step, columns).to_pylist(maps_as_pydicts="strict")
+
+    def table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The same as an Arrow table, without the columns that the file lacks; empty if it has been deleted.
+
+        Args:
+            columns: names of `SCHEMA`, or `turns.list.element.NAME` for one of what each turn has.
+
+        Raises:
+            DamagedFile: the file is no Parquet file, or another one than these.
+        """
         path = self.path(step)
         try:
             with pq.ParquetFile(path, memory_map=False) as file:
                 known = set(file.schema_arrow.names)
-                wanted = [name for name in columns or SCHEMA.names if name in known]
+                wanted = [name for name in columns or SCHEMA.names if name.partition(".")[0] in known]
                 if missing := set(KEY) - known:
                     raise DamagedFile(f"{path}: has no column {', '.join(sorted(missing))}")
-                rows = file.read(columns=wanted).to_pylist(maps_as_pydicts="strict")
+                return file.read(columns=wanted)
         except FileNotFoundError:
-            return []
+            return SCHEMA.empty_table()
         except (pa.ArrowException, OSError) as error:
             raise DamagedFile(f"{path}: can't be read: {error}") from None
-        return rows
+
+
+def question(prompt: str) -> str:
+    """The last message in a prompt with the markup of a chat template; the whole prompt if there is none."""
+    parts = [
+        re.sub(r"^\s*(system|user|assistant|model|tool)\b\s*", "", part) for part in MARKUP.split(prompt)
+    ]
+    said = [part for part in parts if part.strip()]
+    return said[-1] if said else prompt
+
+
+def kind_of(reason: str) -> str:
+    """A reason of failures without the numbers in it, but for the lines of a file."""
+    return re.sub(r"(?<!\.py:)(?<!\d)\d+", "#", reason)
 
 
 def rows_of(

@@ -1,7 +1,6 @@
 """The `rollouts` command: the answers that an RL run was trained on, in the terminal."""
 
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from cairn.config.cli import load
 from cairn.config.shared import LocalRun, ToolCommand
-from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts
+from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts, kind_of, question
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
@@ -27,11 +26,6 @@ WIDTH = 70
 """Characters of a question or an answer in a table."""
 FEW = ("step", "place", "sample", "problem", "environment", "reward", "failed", "finish_reason", "tokens")
 """What is read of every rollout; the texts are read of those to show."""
-
-MARKUP = re.compile(
-    r"<\|[^|<>]*\|>|\[/?INST\]|</?(?:s|bos|eos|think|system|user|assistant)>|<(?:start|end)_of_turn>"
-)
-"""What separates messages in a rendered prompt, in the usual templates."""
 
 
 class RolloutKey(NamedTuple):
@@ -250,7 +244,7 @@ def _print_rows(rows: list[Row]) -> None:
         "end": lambda row: row["finish_reason"] or "",
         **({"turns": lambda row: len(row["turns"])} if any(len(row["turns"]) > 1 for row in rows) else {}),
         "tokens": lambda row: row["tokens"],
-        Cut("question"): lambda row: _short(_question(row["prompt"])),
+        Cut("question"): lambda row: _short(question(row["prompt"])),
         Cut("answer"): lambda row: _short(row["text"]),
         **(
             {Cut("failed"): lambda row: _short(row["failed"] or "")} if any(r["failed"] for r in rows) else {}
@@ -266,7 +260,7 @@ def _print_reasons(rows: list[Row], arguments: Rollouts) -> None:
         return
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["environment"], _kind(row["failed"])), []).append(row)
+        found.setdefault((row["environment"], kind_of(row["failed"])), []).append(row)
     kinds = sorted(found.items(), key=lambda item: -len(item[1]))
     limit = arguments.limit or SHOWN
     print_table(
@@ -287,11 +281,6 @@ def _print_reasons(rows: list[Row], arguments: Rollouts) -> None:
         say(f"and {more} reasons more; --limit {len(kinds)} shows all")
     newest = "/".join(map(str, _key_of(rows[-1])))
     say(f"each answer: --failed --full; one conversation: rollouts {arguments.run_dir} {newest}")
-
-
-def _kind(reason: str) -> str:
-    """The reason without the numbers in it, but for the lines of a file."""
-    return re.sub(r"(?<!\.py:)(?<!\d)\d+", "#", reason)
 
 
 def _between(steps: list[int]) -> str:
@@ -320,15 +309,6 @@ def _print_conversation(row: Row) -> None:
 
 def _reward(row: Row) -> str:
     return "" if row["reward"] is None else f"{row['reward']:.4g}"
-
-
-def _question(prompt: str) -> str:
-    """The last message in a prompt with the markup of a chat template; the whole prompt if there is none."""
-    parts = [
-        re.sub(r"^\s*(system|user|assistant|model|tool)\b\s*", "", part) for part in MARKUP.split(prompt)
-    ]
-    said = [part for part in parts if part.strip()]
-    return said[-1] if said else prompt
 
 
 def _short(text: str) -> str:

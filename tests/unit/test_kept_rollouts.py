@@ -18,11 +18,11 @@ from cairn.launch.main import rollouts as command
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
+from cairn.orchestrator.rollout_log import question as question_in
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
 from cairn.run.messages import Attempt
-from cairn.tools.rollouts import _question
 
 CHAT = ChatFormat(REPOSITORY / CONFIGS / "model")
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
@@ -196,7 +196,7 @@ def test_the_list_and_the_reasons_at_any_width(run: RunDirectory, shown: Callabl
     ],
 )
 def test_the_question_in_a_rendered_prompt(prompt: str, question: str):
-    assert " ".join(_question(prompt).split()) == question
+    assert " ".join(question_in(prompt).split()) == question
 
 
 @pytest.mark.parametrize(

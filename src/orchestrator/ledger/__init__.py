@@ -10,7 +10,14 @@ prompt:
 """
 
 from cairn.orchestrator.ledger.ledger import Ledger, LedgerFailed
-from cairn.orchestrator.ledger.reading import LedgerContent, read_answers, read_ledger, read_sampled
+from cairn.orchestrator.ledger.reading import (
+    LedgerContent,
+    LedgerSummary,
+    read_answers,
+    read_ledger,
+    read_sampled,
+    read_summary,
+)
 from cairn.orchestrator.ledger.schema import FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
 
 __all__ = [
@@ -21,8 +28,10 @@ __all__ = [
     "LedgerContent",
     "LedgerFailed",
     "LedgerRun",
+    "LedgerSummary",
     "read_answers",
     "read_ledger",
     "read_sampled",
+    "read_summary",
     "to_ranges",
 ]

@@ -43,6 +43,12 @@ SELECT place, sample, number, branch, kept, length(prompt_ids) / 4 AS prompt, le
     length(logprobs) / 4 AS logprobs, versions, finish_reason FROM turns ORDER BY place, sample, number
 """
 
+PORTIONS = "SELECT label, problems, weight, samples_per_prompt FROM environments ORDER BY number"
+WAITING = "SELECT place FROM groups WHERE batch IS NULL ORDER BY place"
+WHOLE_ANSWERS = """
+SELECT count(*) FROM samples JOIN groups USING (place) WHERE batch IS NULL AND finish_reason IS NOT NULL
+"""
+
 SAMPLED = """
 SELECT groups.batch, place, sample, samples.token_ids, turns.branch, turns.token_ids
 FROM groups JOIN samples USING (place) LEFT JOIN turns USING (place, sample)
@@ -74,12 +80,43 @@ class LedgerContent:
         return Order(self.run["seed"], self.portions)
 
 
+@dataclass(frozen=True)
+class LedgerSummary:
+    """What became of each prompt of a run, without answers.
+
+    waiting: the places that no batch has yet; answers: how many whole ones these have. dropped: the rows of
+    tries whose answers were thrown away. failed: the rows of prompts that no batch will have.
+    """
+
+    order: Order
+    batches: dict[int, ShippedBatch]
+    waiting: list[int]
+    answers: int
+    dropped: list[Row]
+    failed: list[Row]
+
+
+def read_summary(path: Path, *, immutable: bool = False) -> LedgerSummary:
+    """What became of each prompt; see `open_ledger`. It does not look for damage in what it does not read."""
+    with open_ledger(path, immutable=immutable, check=False) as database:
+        (seed,) = database.execute("SELECT seed FROM run").fetchone()
+        portions = [Portion(*row) for row in database.execute(PORTIONS)]
+        batches = [batch_of(*row) for row in database.execute("SELECT * FROM batches ORDER BY step")]
+        waiting = [place for (place,) in database.execute(WAITING)]
+        (answers,) = database.execute(WHOLE_ANSWERS).fetchone()
+        dropped = [dict(row) for row in database.execute("SELECT * FROM dropped ORDER BY step, place")]
+        failed = [dict(row) for row in database.execute("SELECT * FROM failed ORDER BY step, place")]
+    by_step = {batch.step: batch for batch in batches}
+    return LedgerSummary(Order(seed, portions), by_step, waiting, answers, dropped, failed)
+
+
 @contextlib.contextmanager
-def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Connection]:
+def open_ledger(path: Path, *, immutable: bool = False, check: bool = True) -> Iterator[sqlite3.Connection]:
     """Open a ledger for reading, even while its run is writing to it; rows can be accessed by column name.
 
     Args:
         immutable: no process writes to it, and SQLite must create no files beside it, as in a checkpoint.
+        check: read the whole file first, and look for damage.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format, even if only a query finds that out.
@@ -94,7 +131,7 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
         ):
             database.row_factory = sqlite3.Row
             database.execute("BEGIN")
-            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone() if check else ("ok",)
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
             check_format(database)
@@ -143,10 +180,7 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
         tables["samples"] = _samples(database, tables["turns"])
         (run,) = tables["run"]
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
-        found = database.execute(
-            "SELECT label, problems, weight, samples_per_prompt FROM environments ORDER BY number"
-        )
-        portions = tuple(Portion(*row) for row in found)
+        portions = tuple(Portion(*row) for row in database.execute(PORTIONS))
         outcomes = {place: mean for place, mean in database.execute("SELECT place, mean FROM outcomes")}
     of_prompts = {name: tables[name] for name in ("groups", "samples", "turns", "calls", "dropped", "failed")}
     return LedgerContent(run=run, batches=batches, portions=portions, outcomes=outcomes, **of_prompts)

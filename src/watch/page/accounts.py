@@ -1,0 +1,288 @@
+"""Accounts of a run: where each prompt that was issued is, what was thrown away, and its checkpoints."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.retention import reasons_to_keep
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.orchestrator.ledger import RESTS, LedgerSummary
+from cairn.orchestrator.rollout_log import Row, kind_of
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.history import resumed
+from cairn.run.jsonlines import as_object
+from cairn.watch.overview import age_of
+from cairn.watch.page.rollout_index import RolloutIndex
+
+GIVEN_UP = "given up"
+
+
+@dataclass(frozen=True)
+class EnvironmentAccount:
+    """Where the prompts of one environment are; each is in one of the columns that follow `issued`.
+
+    trained: in a batch that the trainer has done. shipped: in a later batch. waiting: issued, in no batch
+    yet. discarded: in no batch ever, by reason. again: dropped, and issued again later. missing: in none of
+    these, which must not be.
+    """
+
+    label: str
+    issued: int
+    trained: int
+    shipped: int
+    waiting: int
+    discarded: Mapping[str, int]
+    again: int
+    missing: int
+
+
+@dataclass(frozen=True)
+class LedgerAccount:
+    """The ledger's account of a run.
+
+    whole: whether issued = trained + shipped + waiting + discarded, for each environment, and no prompt is in
+    two batches. repeated: prompts that are in two. trained_through: the newest step that the trainer has
+    done. tries: how many tries were dropped, by reason; their prompts were issued again. waiting_answers:
+    whole answers that wait.
+    """
+
+    environments: Sequence[EnvironmentAccount]
+    whole: bool
+    repeated: int
+    batches: int
+    samples: int
+    tokens: int
+    trained_through: int
+    tries: Mapping[str, int]
+    waiting_answers: int
+
+
+@dataclass(frozen=True)
+class Discarded:
+    """Answers that nothing was learned from, of one environment and for one reason; reasons that differ in
+    numbers alone are one.
+
+    tokens, seconds: what sampling them has cost, as far as it is known. newest: step, place and sample.
+    """
+
+    reason: str
+    environment: str
+    failed: bool
+    answers: int
+    problems: int
+    first_step: int
+    last_step: int
+    tokens: int
+    seconds: float
+    newest: tuple[int, int, int]
+
+
+def ledger_account(summary: LedgerSummary, step: int) -> LedgerAccount:
+    """The account of all prompts up to the newest issued. step: the newest that the trainer has done."""
+    order, portions = summary.order, summary.order.portions
+    found = [Counter[str]() for _ in portions]
+    discarded = [Counter[str]() for _ in portions]
+    spans = [
+        (first, last, "trained" if batch.step <= step else "shipped")
+        for batch in summary.batches.values()
+        for first, last in batch.places
+    ]
+    spans += [(place, place, "waiting") for place in summary.waiting]
+    spans += [(row["place"], row["place"], f"{GIVEN_UP}:{kind_of(row['reason'])}") for row in summary.failed]
+    known = {place for place in summary.waiting} | {row["place"] for row in summary.failed}
+    taken = sorted((first, last) for first, last, _ in spans)
+    again = {row["place"] for row in summary.dropped} - known
+    spans += [(place, place, "again") for place in sorted(again) if not _is_in(place, taken)]
+    end, repeated = -1, 0
+    for first, last, name in sorted(spans):
+        if first <= end:
+            repeated += min(last, end) - first + 1
+        elif first > end + 1:
+            _count(found, order.epochs(end + 1, first - 1), "missing")
+        if last > end:
+            new = max(first, end + 1)
+            where, _, reason = name.partition(":")
+            _count(discarded if reason else found, order.epochs(new, last), reason or where)
+            _count(found, order.epochs(new, last), "issued")
+            end = last
+    environments = [
+        EnvironmentAccount(
+            label=portion.label,
+            issued=counts["issued"] + counts["missing"],
+            trained=counts["trained"],
+            shipped=counts["shipped"],
+            waiting=counts["waiting"],
+            discarded=_named(reasons),
+            again=counts["again"],
+            missing=counts["missing"],
+        )
+        for portion, counts, reasons in zip(portions, found, discarded, strict=True)
+    ]
+    done = [batch for batch in summary.batches.values() if batch.step <= step]
+    return LedgerAccount(
+        environments=environments,
+        whole=not repeated and not any(one.missing for one in environments),
+        repeated=repeated,
+        batches=len(summary.batches),
+        samples=sum(batch.samples for batch in done),
+        tokens=sum(batch.tokens for batch in done),
+        trained_through=step,
+        tries=dict(Counter(str(row["reason"]) for row in summary.dropped)),
+        waiting_answers=summary.answers,
+    )
+
+
+def _count(counts: Sequence[Counter[str]], spans: Iterable[tuple[int, int, int]], name: str) -> None:
+    for environment, _, number in spans:
+        counts[environment][name] += number
+
+
+def _named(reasons: Counter[str]) -> dict[str, int]:
+    """The reasons as people read them, the most frequent first."""
+    return {
+        "their problem rests (a pool)" if reason == RESTS else reason: count
+        for reason, count in reasons.most_common()
+    }
+
+
+def _is_in(place: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    ends = np.searchsorted([first for first, _ in ranges], place, side="right")
+    return ends > 0 and ranges[int(ends) - 1][1] >= place
+
+
+def discarded(index: RolloutIndex, reasons: Mapping[int, str]) -> tuple[list[Discarded], dict[str, float]]:
+    """What was sampled and not learned from, the most expensive first, and totals of all that is kept.
+
+    Args:
+        reasons: why prompts are in no batch, by place, as the ledger has it.
+    """
+    columns = index.columns()
+    totals = {
+        "answers": float(len(columns["step"])),
+        "tokens": float(np.nansum(columns["tokens"])),
+        "seconds": float(np.nansum(columns["seconds"])),
+    }
+    words, environments = index.words("failed"), index.words("environment")
+    found: dict[tuple[str, str, bool], list[int]] = {}
+    for row in np.flatnonzero((columns["trained"] != 1) | (columns["failed"] >= 0)):
+        code, environment = int(columns["failed"][row]), int(columns["environment"][row])
+        reason = words[code] if code >= 0 else reasons.get(int(columns["place"][row]), "not trained on")
+        label = environments[environment] if environment >= 0 else ""
+        found.setdefault((kind_of(reason), label, code >= 0), []).append(int(row))
+    groups = [
+        Discarded(
+            reason=reason,
+            environment=label,
+            failed=failed,
+            answers=len(rows),
+            problems=len(np.unique(columns["problem"][rows])),
+            first_step=int(columns["step"][rows].min()),
+            last_step=int(columns["step"][rows].max()),
+            tokens=int(columns["tokens"][rows].clip(0).sum()),
+            seconds=float(np.nansum(columns["seconds"][rows])),
+            newest=_key(columns, rows[-1]),
+        )
+        for (reason, label, failed), rows in found.items()
+    ]
+    return sorted(groups, key=lambda one: (-one.tokens, -one.answers)), totals
+
+
+def _key(columns: Mapping[str, np.ndarray[Any, Any]], row: int) -> tuple[int, int, int]:
+    step, place, sample = (int(columns[name][row]) for name in ("step", "place", "sample"))
+    return step, place, sample
+
+
+# Checkpoints
+
+
+def checkpoints(folder: Path, config: Mapping[str, Any] | None, attempts: Sequence[Row]) -> dict[str, Any]:
+    """The steps of a run as `ckpt list` has them, with their parents, ages and the commands that resume.
+
+    Args:
+        attempts: the events `attempt` of history.jsonl.
+
+    Raises:
+        UsageError: the folder is a broken link.
+    """
+    store = CheckpointStore(folder)
+    warnings: list[str] = []
+    kept = _kept_by(store, as_object(as_object(config).get("ckpt")), warnings)
+    try:
+        rows = store.rows(None, kept)
+    except CheckpointError as error:  # of the ratings; the steps are there all the same
+        warnings.append(str(error))
+        rows = [{"folder": str(store.folder(step)), "step": step, "state": "?"} for step in store.steps()]
+    for row in rows:
+        metrics = as_object(row.pop("metrics", None))
+        row["metrics"] = {key: metrics[key] for key in ("loss", "reward/mean") if key in metrics}
+        row["name"] = Path(row["folder"]).name
+        row["age"] = age_of(str(row.get("created")))
+        row["resume"] = _resume(attempts, row)
+    return {"folder": str(folder), "rows": rows, "warnings": warnings, "total_bytes": _total(rows)}
+
+
+def _total(rows: Sequence[Mapping[str, Any]]) -> int:
+    return sum(int(row.get("bytes") or 0) for row in rows)
+
+
+def _kept_by(
+    store: CheckpointStore, settings: Mapping[str, Any], warnings: list[str]
+) -> dict[int, list[str]]:
+    try:
+        known = {key: value for key, value in settings.items() if key in CkptConfig.model_fields}
+        rules = CkptConfig(**known)
+        measured = store.measured(rules.metric if rules.keep_best else None)
+        return reasons_to_keep(measured, rules, store.pins())
+    except (CairnError, ValidationError, ValueError, TypeError) as error:
+        if not isinstance(error, UsageError):
+            warnings.append(f"which rule keeps a step can't be said: {str(error).splitlines()[0]}")
+    return {}
+
+
+def _resume(attempts: Sequence[Row], row: Mapping[str, Any]) -> str | None:
+    """The command that goes on from a step; None if the run's history does not have it."""
+    argv = attempts[-1].get("argv") if attempts else None
+    step = row.get("step")
+    if not isinstance(argv, list) or not argv or step is None or row.get("state") != "complete":
+        return None
+    with contextlib.suppress(OSError):
+        command = resumed([*map(str, argv)], str(attempts[-1].get("folder") or ""))
+        return command.removesuffix("--ckpt.resume auto") + f"--ckpt.resume-step {step}"
+    return None
+
+
+def branches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The branches of a run: which steps each has, and which step of which branch it goes on from.
+
+    A branch begins when the run goes back to an earlier step, so it goes on from the newest step of another
+    branch that is older than its own oldest one.
+    """
+    known = [row for row in rows if row.get("branch") is not None]
+    ordered = sorted(known, key=lambda row: (str(row.get("created")), row["step"]))
+    names = list(dict.fromkeys(str(row["branch"]) for row in ordered))
+    found: list[dict[str, Any]] = []
+    for name in names:
+        own = sorted((row for row in known if row["branch"] == name), key=lambda row: row["step"])
+        oldest = own[0]["step"]
+        earlier = found
+        before = [(step, other["branch"]) for other in earlier for step in other["steps"] if step < oldest]
+        parent = max(before, default=None)
+        origin = own[0].get("parent")
+        found.append(
+            {
+                "branch": name,
+                "steps": [row["step"] for row in own],
+                "abandoned": all(str(row["state"]).startswith("abandoned") for row in own),
+                "from": {"step": parent[0], "branch": parent[1]} if parent else None,
+                "origin": origin,
+            }
+        )
+    return found

@@ -1,0 +1,272 @@
+"""The answers of a run as people read them: a group side by side, and one conversation with its tokens."""
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.config.orchestrator import AdvantageConfig
+from cairn.orchestrator.advantages import BUILT_IN, batch_samples, make_advantage
+from cairn.orchestrator.rollout_log import KeptRollouts, Row, question
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.run.errors import CairnError
+from cairn.run.jsonlines import as_object
+from cairn.run.messages import PolicyName
+
+LISTED = ("step", "place", "sample", "problem", "environment", "trained", "policy_step", "prompt", "text",
+          "reward", "parts", "failed", "finish_reason", "tokens", "seconds")  # fmt: skip
+"""What is read of the rollouts of a list."""
+BEGINNING = 20_000
+"""Characters of a text that are sent at first; the page asks for the whole if somebody wants it."""
+CELL = 300
+"""Characters of a question or answer in a list."""
+MOST_TOKENS = 20_000
+"""Tokens of an answer that are sent one by one."""
+
+
+@dataclass(frozen=True)
+class PromptOfStep:
+    """A prompt of a step, with how its answers did; `rewards` are in the order of samples."""
+
+    step: int
+    place: int
+    problem: int
+    environment: str
+    question: str
+    rewards: Sequence[float | None]
+    trained: bool
+    failed: int
+    spread: bool
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The beginning of a text, and how many characters it has in all."""
+
+    text: str
+    characters: int
+
+
+@dataclass(frozen=True)
+class AdvantageNote:
+    """How the advantages that are shown came about.
+
+    exact: computed as the orchestrator does, from the rewards that were kept; otherwise only the reward minus
+    the mean of its group, since `how` can't be computed again here.
+    """
+
+    how: str
+    exact: bool
+
+
+def listed(row: Row) -> dict[str, Any]:
+    """A rollout as a line of a list: texts cut to what fits."""
+    prompt, text = row.pop("prompt", None) or "", row.get("text") or ""
+    return {**row, "question": cell(question(prompt)), "text": cell(text), "characters": len(text)}
+
+
+def cell(text: str) -> str:
+    """A text in one line, cut to `CELL` characters."""
+    line = " ".join(text[: 8 * CELL].split())
+    return line if len(line) <= CELL else f"{line[: CELL - 3]}..."
+
+
+def beginning(text: str | None, whole: bool = False) -> TextPart:
+    """A text, or its beginning."""
+    text = text or ""
+    return TextPart(text if whole else text[:BEGINNING], len(text))
+
+
+def prompts_of(rows: Sequence[Row]) -> list[PromptOfStep]:
+    """The prompts of a step's rollouts, in the order of places."""
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["place"], []).append(row)
+    found: list[PromptOfStep] = []
+    for place, group in sorted(groups.items()):
+        first = group[0]
+        rewards = [row["reward"] for row in group]
+        known = [reward for reward in rewards if reward is not None]
+        found.append(
+            PromptOfStep(
+                step=first["step"],
+                place=place,
+                problem=first["problem"],
+                environment=first["environment"],
+                question=cell(question(first.get("prompt") or "")),
+                rewards=rewards,
+                trained=any(row.get("trained") for row in group),
+                failed=sum(row["failed"] is not None for row in group),
+                spread=len(set(known)) > 1,
+            )
+        )
+    return found
+
+
+# Advantages, computed again from the rewards that were kept
+
+
+def advantages(
+    config: Mapping[str, Any] | None, rows: Sequence[Row]
+) -> tuple[dict[tuple[int, int], float], AdvantageNote]:
+    """The advantage of each answer of a step, by place and sample; user code is never called for it.
+
+    Args:
+        rows: all of the step and of one environment, with their rewards.
+    """
+    label = rows[0]["environment"] if rows else ""
+    settings = _advantage_settings(config or {}, label)
+    learned = [row for row in rows if row.get("trained") and row["reward"] is not None]
+    groups = _groups(learned)
+    if settings is not None and settings.type in BUILT_IN:
+        with contextlib.suppress(CairnError, ArithmeticError, ValueError, TypeError, KeyError):
+            return _computed(settings, groups), AdvantageNote(settings.type, exact=True)
+    found: dict[tuple[int, int], float] = {}
+    for group in groups:
+        mean = statistics.fmean(group.rewards)
+        found |= {(group.place, one.seed): (one.reward or 0.0) - mean for one in group.rollouts}
+    how = settings.type if settings is not None else "an advantage that is not known"
+    return found, AdvantageNote(how, exact=False)
+
+
+def _computed(settings: AdvantageConfig, groups: list[AnswerGroup]) -> dict[tuple[int, int], float]:
+    advantage = make_advantage(settings)
+    if callable(getattr(advantage, "over_batch", None)):
+        raise ValueError("it weighs answers by their tokens, which are not read here")
+    made = batch_samples(groups, advantage)
+    found: dict[tuple[int, int], float] = {}
+    for group, samples in zip(groups, made, strict=True):
+        for rollout, sample in zip(group.rollouts, samples, strict=True):
+            found[group.place, rollout.seed] = float(sample.columns["advantages"][-1])
+    return found
+
+
+def _groups(rows: Sequence[Row]) -> list[AnswerGroup]:
+    """The answers as the orchestrator has them, with one token each; `seed` is the number of the sample."""
+    groups: dict[int, AnswerGroup] = {}
+    for row in rows:
+        new = AnswerGroup(row["place"], row["problem"], row.get("policy_step") or 0, [0], [])
+        rollout = Rollout(row["sample"], [0], [0.0], [], row["finish_reason"], "", row["reward"])
+        rollout.parts = dict(row.get("parts") or {})
+        groups.setdefault(row["place"], new).rollouts.append(rollout)
+    return list(groups.values())
+
+
+def _advantage_settings(config: Mapping[str, Any], label: str) -> AdvantageConfig | None:
+    """The advantage of an environment, by config.json; None if it can't be known, or answers are compared by
+    something else than their rewards."""
+    own = as_object(config.get("orchestrator")) or config
+    chosen = own.get("advantage"), own.get("overlong")
+    for one in map(as_object, own.get("environments") or []):
+        if label in (one.get("label"), one.get("name")):
+            chosen = one.get("advantage") or chosen[0], one.get("overlong") or chosen[1]
+    if as_object(chosen[1]).get("type", "learn") == "shape":
+        return None
+    try:
+        return AdvantageConfig.model_validate(chosen[0])
+    except ValueError:
+        return None
+
+
+# Conversations and tokens
+
+
+def conversation(row: Row, *, whole: bool = False) -> list[dict[str, Any]]:
+    """The turns of a rollout: what the model was shown since the last one, and its answer."""
+    turns: list[dict[str, Any]] = []
+    for turn in row.get("turns") or []:
+        turns.append(
+            {
+                "branch": turn["branch"],
+                "kept": turn["kept"],
+                "prompt": beginning(turn["prompt"], whole),
+                "text": beginning(turn["text"], whole),
+                "finish_reason": turn["finish_reason"],
+                "tokens": len(turn["token_ids"] or []),
+                "versions": [_span(span) for span in turn["versions"] or []],
+            }
+        )
+    return turns
+
+
+def _span(span: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        step = PolicyName.parse(str(span["version"])).step
+    except ValueError:
+        step = None
+    return {**span, "step": step}
+
+
+def tokens_of(row: Row, turn: int, decoder: "Decoder | None") -> dict[str, Any]:
+    """The tokens that were sampled in a turn: texts, logprobs and the step of the policy behind each.
+
+    Raises:
+        IndexError: the rollout has no such turn.
+    """
+    found = row["turns"][turn]
+    ids = [int(one) for one in (found["token_ids"] or [])[:MOST_TOKENS]]
+    steps: list[int | None] = [None] * len(ids)
+    for span in found["versions"] or []:
+        step = _span(span)["step"]
+        begin, end = max(span["start"], 0), min(span["end"], len(ids))
+        steps[begin:end] = [step] * max(end - begin, 0)
+    return {
+        "ids": ids,
+        "texts": decoder.texts(ids) if decoder else None,
+        "logprobs": list((found["logprobs"] or [])[:MOST_TOKENS]),
+        "versions": steps,
+        "learned": bool(row.get("trained")),
+        "count": len(found["token_ids"] or []),
+    }
+
+
+class Decoder:
+    """Texts of tokens, by a tokenizer's `tokenizer.json`.
+
+    Raises:
+        ValueError: the file can't be read as a tokenizer.
+    """
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"{path}: is no tokenizer that can be read: {error}") from None
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; where several make one character, the last of them has it."""
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        found: list[str] = []
+        begin = 0
+        for end in range(1, len(ids) + 1):
+            before, now = decode(ids[max(begin - 1, 0) : begin]), decode(ids[max(begin - 1, 0) : end])
+            if now.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - begin < 8:
+                found.append("")
+                continue
+            found.append(now[len(before) :] if now.startswith(before) else decode(ids[begin:end]))
+            begin = end
+        return found
+
+
+def decoder_in(folders: Sequence[Path]) -> Decoder | None:
+    """The decoder of the first of these model folders that has one."""
+    for folder in folders:
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            with contextlib.suppress(ValueError):
+                return Decoder(path)
+    return None
+
+
+def rows_of_step(kept: KeptRollouts, step: int) -> list[Row]:
+    """The rollouts of a step without their turns.
+
+    Raises:
+        DamagedFile: the file can't be read.
+    """
+    return kept.read(step, LISTED)
