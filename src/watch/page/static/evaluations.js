@@ -1,1 +1,68 @@
-import { fill, h } from "./dom.js"; export function open(root) { fill(root, h("p", null, "not yet")); return {}; }
+// Evaluations and validations over the run, with their 95 % intervals.
+
+import { ask } from "./api.js";
+import { ticks } from "./chart.js";
+import { fill, h, s, table } from "./dom.js";
+import { count, exact, percent, short, shown, span } from "./format.js";
+import { read } from "./state.js";
+
+/** The name of the result that counts: the reward, or a validation's loss. */
+const mainOf = (rows) => (rows.some((row) => "reward" in row) ? "reward" : "loss");
+
+/** Points with bars for their intervals. */
+function picture(rows, name) {
+  const found = rows.filter((row) => Number.isFinite(row[name])), width = 640, height = 190, left = 56, bottom = 26;
+  if (!found.length) return null;
+  const half = (row) => row[`${name}_ci95`] ?? 0;
+  let low = Math.min(...found.map((row) => row[name] - half(row))), high = Math.max(...found.map((row) => row[name] + half(row)));
+  if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  const first = found[0].step, last = found.at(-1).step;
+  const x = (step) => (first === last ? (left + width) / 2 : left + 14 + ((step - first) / (last - first)) * (width - left - 34));
+  const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - bottom - 14);
+  return s("svg", { class: "tree lanes", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by step` },
+    ticks(low, high, 4).map((tick) => [s("line", { x1: left, x2: width - 8, y1: y(tick), y2: y(tick) }), s("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, short(Number(tick.toPrecision(6))))]),
+    ticks(first, last, 8).filter(Number.isInteger).map((tick) => s("text", { x: x(tick), y: height - 8, "text-anchor": "middle" }, tick)),
+    s("polyline", { points: found.map((row) => `${x(row.step)},${y(row[name])}`).join(" "), fill: "none", stroke: "#3b6fd4", "stroke-width": 1.6 }),
+    found.map((row) => s("g", null, s("title", null, `step ${row.step}: ${exact(row[name])}${half(row) ? ` ± ${exact(half(row))}` : ""}`),
+      half(row) ? s("path", { d: `M ${x(row.step)} ${y(row[name] - half(row))} V ${y(row[name] + half(row))} M ${x(row.step) - 4} ${y(row[name] - half(row))} h 8 M ${x(row.step) - 4} ${y(row[name] + half(row))} h 8`, stroke: "#3b6fd4", "stroke-width": 1.5 }) : null,
+      s("circle", { cx: x(row.step), cy: y(row[name]), r: 4, fill: "#3b6fd4" }))));
+}
+
+function panel({ name, rows }) {
+  const main = mainOf(rows), passes = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => /^pass@\d+$/.test(key)).sort((a, b) => Number(a.slice(5)) - Number(b.slice(5)));
+  const withInterval = (row, key) => (Number.isFinite(row[key]) ? h("span", { title: `${exact(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${exact(row[`${key}_ci95`])}` : ""}`, data: { exact: exact(row[key]) } }, `${short(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${Number(row[`${key}_ci95`].toPrecision(2))}` : ""}`) : "");
+  const best = rows.filter((row) => Number.isFinite(row[main])).reduce((a, b) => (a === null || (main === "loss" ? b[main] < a[main] : b[main] > a[main]) ? b : a), null);
+  const last = rows.at(-1);
+  return h("div", { class: "panel", data: { evaluation: name } },
+    h("div", { class: "title" }, h("h2", null, shown(name)), h("span", { class: "quiet" }, main === "loss" ? "validation loss" : "mean reward over its problems")),
+    best && last !== best && Number.isFinite(last?.[main]) ? h("p", null, `Best ${short(best[main])} at step ${best.step}; the newest, step ${last.step}, has ${short(last[main])}`,
+      overlap(best, last, main) ? ": their intervals overlap, so this may be chance." : main === "reward" && best.reward_ci95 !== undefined ? ": their intervals do not overlap." : ".") : null,
+    picture(rows, main),
+    table([
+      ["step", (row) => h("b", null, count(row.step)), "num"],
+      [main, (row) => withInterval(row, main), "num"],
+      ...passes.map((key) => [key, (row) => withInterval(row, key), "num"]),
+      ...(main === "reward" ? [["problems", (row) => count(row.problems), "num"], ["answers", (row) => count(row.samples), "num"],
+        ["failed", (row) => (row.failed ? h("span", { class: "bad", title: shown(row.error ?? "") }, count(row.failed)) : "0"), "num"],
+        ["tokens", (row) => short(row.tokens), "num"], ["cut off", (row) => (row.truncated === undefined ? "" : percent(row.truncated)), "num"]] : [["perplexity", (row) => short(row.perplexity), "num"]]),
+      ["took", (row) => span(row.seconds), "num"],
+    ], [...rows].reverse()));
+}
+
+const overlap = (a, b, key) => a[`${key}_ci95`] !== undefined && b[`${key}_ci95`] !== undefined && Math.abs(a[key] - b[key]) <= a[`${key}_ci95`] + b[`${key}_ci95`];
+
+export function open(root) {
+  let closed = false;
+  async function load() {
+    try {
+      const found = await ask("evaluations", { run: read().run });
+      if (closed) return;
+      fill(root, found.length ? found.map(panel) : h("div", { class: "note" }, "There is no result yet. [[eval]] (RL) and [[validation]] (SFT, preferences) in the settings ask for them."),
+        found.length ? h("p", { class: "quiet" }, "± is half the width of the 95 % interval, from the spread between problems.") : null);
+    } catch (error) {
+      fill(root, h("p", { class: "error" }, shown(error.message)));
+    }
+  }
+  load();
+  return { refresh: load, close: () => { closed = true; } };
+}
