@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from cairn.config.orchestrator import AdvantageConfig
-from cairn.orchestrator.advantages import BUILT_IN, batch_samples, make_advantage
+from cairn.orchestrator.advantages import BUILT_IN, batch_samples, have_spread, make_advantage
 from cairn.orchestrator.rollout_log import KeptRollouts, Row, question
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.errors import CairnError
+from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import as_object
 from cairn.run.messages import PolicyName
 
@@ -29,7 +32,10 @@ MOST_TOKENS = 20_000
 
 @dataclass(frozen=True)
 class PromptOfStep:
-    """A prompt of a step, with how its answers did; `rewards` are in the order of samples."""
+    """A prompt of a step, with how its answers did; `rewards` are in the order of samples.
+
+    flat: whether it has several rewarded answers, and all have the same reward but for rounding.
+    """
 
     step: int
     place: int
@@ -39,7 +45,7 @@ class PromptOfStep:
     rewards: Sequence[float | None]
     trained: bool
     failed: int
-    spread: bool
+    flat: bool
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,6 @@ def prompts_of(rows: Sequence[Row]) -> list[PromptOfStep]:
     for place, group in sorted(groups.items()):
         first = group[0]
         rewards = [row["reward"] for row in group]
-        known = [reward for reward in rewards if reward is not None]
         found.append(
             PromptOfStep(
                 step=first["step"],
@@ -100,10 +105,16 @@ def prompts_of(rows: Sequence[Row]) -> list[PromptOfStep]:
                 rewards=rewards,
                 trained=any(row.get("trained") for row in group),
                 failed=sum(row["failed"] is not None for row in group),
-                spread=len(set(known)) > 1,
+                flat=is_flat(rewards),
             )
         )
     return found
+
+
+def is_flat(rewards: Sequence[float | None]) -> bool:
+    """Whether there are several rewards and all are the same but for rounding."""
+    known = [reward for reward in rewards if reward is not None]
+    return len(known) > 1 and not have_spread(known)
 
 
 # Advantages, computed again from the rewards that were kept
@@ -269,4 +280,7 @@ def rows_of_step(kept: KeptRollouts, step: int) -> list[Row]:
     Raises:
         DamagedFile: the file can't be read.
     """
-    return kept.read(step, LISTED)
+    try:
+        return kept.read(step, LISTED)
+    except (pa.ArrowException, ValueError) as error:
+        raise DamagedFile(f"{kept.path(step)}: can't be read: {error}") from None

@@ -259,6 +259,7 @@ class RunApi:
             "environment": own[0]["environment"] if own else None,
             "prompt": answers.beginning(own[0].get("prompt") if own else ""),
             "advantages": note,
+            "flat": answers.is_flat([row["reward"] for row in own]),
             "answers": [_answer(row, values.get((place, row["sample"]))) for row in whole],
             "places": [prompt.place for prompt in answers.prompts_of(rows)],
         }

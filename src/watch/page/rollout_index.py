@@ -178,7 +178,8 @@ class RolloutIndex:
                 self._files[step] = _Narrow(stamps[step], self._read(step))
                 self._damaged.pop(step, None)
             except (DamagedFile, KeyError, ValueError, TypeError, pa.ArrowException) as error:
-                self._damaged[step] = stamps[step], str(error)
+                name = "" if isinstance(error, DamagedFile) else f"{self.kept.path(step)}: can't be read: "
+                self._damaged[step] = stamps[step], f"{name}{error}"
         if changed:
             self._all = None
         return left
@@ -414,8 +415,11 @@ def whole_rows(kept: KeptRollouts, keys: Sequence[tuple[int, int, int]], columns
         table = kept.table(step, columns)
         wanted = {(place, sample) for own, place, sample in keys if own == step}
         places = pa.array(sorted({place for place, _ in wanted}), pa.int64())
-        few = table.filter(pc.is_in(table["place"], places))
-        for row in few.to_pylist(maps_as_pydicts="strict"):
+        try:
+            rows = table.filter(pc.is_in(table["place"], places)).to_pylist(maps_as_pydicts="strict")
+        except (pa.ArrowException, ValueError) as error:
+            raise DamagedFile(f"{kept.path(step)}: can't be read: {error}") from None
+        for row in rows:
             if (row["place"], row["sample"]) in wanted:
                 found[row["step"], row["place"], row["sample"]] = row
     return [found[key] for key in keys if key in found]

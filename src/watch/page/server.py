@@ -132,6 +132,9 @@ def _endpoint(ask: Callable[["Arguments"], object]) -> Callable[[Request], Any]:
             content, status = _json({"error": str(error)}), 422
         except (CairnError, OSError) as error:
             content, status = _json({"error": str(error)}), 500
+        except Exception as error:  # files in a state that nobody has thought of are no reason to end
+            logger.exception("a question failed: %s", request.url.path)
+            content, status = _json({"error": f"can't be shown: {type(error).__name__}: {error}"}), 500
         return Response(content, status, media_type="application/json", headers=HEADERS)
 
     return answer

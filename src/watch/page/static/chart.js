@@ -18,6 +18,13 @@ export function ticks(low, high, wanted) {
   return found;
 }
 
+/** A tick with the digits that tell it from its neighbours. */
+export function onScale(tick, all) {
+  const step = all.length > 1 ? Math.abs(all[1] - all[0]) : Math.abs(tick) || 1, size = Math.max(...all.map(Math.abs));
+  if (size >= 1e6 || (size > 0 && size < 1e-4)) return tick === 0 ? "0" : tick.toExponential(2).replace("e+", "e");
+  return tick.toFixed(Math.max(0, Math.min(8, -Math.floor(Math.log10(step) + 1e-9))));
+}
+
 /** The exponential moving average of values, without the bias of its beginning; gaps stay gaps. */
 export function smoothed(values, weight) {
   if (!(weight > 0)) return values;
@@ -112,13 +119,14 @@ export class Chart {
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of ticks(scale.low, scale.high, Math.max(2, Math.floor((height - TOP - BOTTOM) / 34)))) {
+    const rungs = ticks(scale.low, scale.high, Math.max(2, Math.floor((height - TOP - BOTTOM) / 34)));
+    for (const tick of rungs) {
       const y = Math.round(py(tick)) + 0.5;
       pen.beginPath();
       pen.moveTo(LEFT, y);
       pen.lineTo(width - RIGHT, y);
       pen.stroke();
-      pen.fillText(short(Number(tick.toPrecision(6))), LEFT - 6, y);
+      pen.fillText(onScale(tick, rungs), LEFT - 6, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";

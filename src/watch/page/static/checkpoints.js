@@ -24,10 +24,10 @@ export function open(root) {
       parts.push(s("line", { x1: x(branch.steps[0]), x2: x(branch.steps.at(-1)), y1: y(place), y2: y(place), stroke: color, "stroke-width": 2, "stroke-dasharray": branch.abandoned ? "4 3" : null }));
       parts.push(s("text", { x: 6, y: y(place) + 4 }, shown(branch.branch)), branch.abandoned ? s("text", { x: 6, y: y(place) + 19, class: "q" }, "set aside") : branch.origin ? s("text", { x: 6, y: y(place) + 19, class: "q" }, `fork of step ${branch.origin.step}`) : null);
       for (const step of branch.steps) {
-        const row = rows.find((one) => one.step === step && one.branch === branch.branch), bad = /damaged/.test(row?.state ?? "");
+        const row = rows.find((one) => one.step === step && one.branch === branch.branch), bad = /damaged/.test(row?.state ?? ""), aside = row?.state.startsWith("abandoned");
         const dense = steps.length > 24 && steps.indexOf(step) % Math.ceil(steps.length / 24);
         parts.push(s("g", { data: { step }, on: { click: () => { chosen = row.folder; draw(); document.querySelector("#steps tr.current")?.scrollIntoView({ block: "nearest" }); } } }, s("title", null, `step ${step}, ${bytes(row?.bytes)}, ${row?.state}`),
-          s("circle", { cx: x(step), cy: y(place), r: row?.folder === chosen ? 8 : 6, fill: bad ? "var(--bad)" : branch.abandoned ? "var(--panel)" : color, stroke: bad ? "var(--bad)" : color, "stroke-width": 2, cursor: "pointer" }),
+          s("circle", { cx: x(step), cy: y(place), r: row?.folder === chosen ? 8 : 6, fill: bad ? "var(--bad)" : aside ? "var(--panel)" : color, stroke: bad ? "var(--bad)" : color, "stroke-width": 2, cursor: "pointer" }),
           dense ? null : s("text", { x: x(step), y: y(place) + 21, "text-anchor": "middle", class: "q" }, step)));
       }
     });
@@ -44,7 +44,7 @@ export function open(root) {
       row?.resume ? h("div", { class: "panel" }, h("h2", null, `Go on from ${row.name}`), command(row.resume), h("p", { class: "quiet" }, "Steps after it are set aside as a branch, and nothing of them is lost.")) : null,
       rows.length ? h("div", { class: "panel" }, h("h2", null, `${several(rows.length, "step")}, ${bytes(found.total_bytes)}`), table([
         ["step", (one) => h("b", null, one.step ?? shown(one.name)), "nowrap"],
-        ["state", (one) => h("span", { class: one.state.startsWith("complete") ? "good" : one.state.startsWith("abandoned") ? "quiet" : "bad" }, shown(one.state))],
+        ["state", (one) => h("span", { class: one.state.startsWith("complete") ? "good" : one.state.startsWith("abandoned") ? "quiet" : "bad" }, shown(one.state.replaceAll(`${one.folder}/`, "").replace(/^abandoned .*/, "set aside when the run went back")))],
         ["size", (one) => bytes(one.bytes), "num"],
         ["saved", (one) => h("span", { title: one.created }, ago(one.age)), "nowrap"],
         ["branch", (one) => shown(one.branch ?? ""), "nowrap"],
@@ -52,7 +52,7 @@ export function open(root) {
         ["workers", (one) => one.world_size ?? "", "num"],
         ["newest values", (one) => Object.entries(one.metrics).map(([key, value]) => h("span", { title: exact(value) }, `${key} ${short(value)} `))],
         ["from", (one) => (one.parent ? `run ${shown(one.parent.run_id)}, step ${one.parent.step}` : "")],
-      ], [...rows].reverse(), { open: (one) => { chosen = one.folder; draw(); }, current: (one) => one.folder === chosen, id: "steps" }),
+      ], [...rows.filter((one) => !one.state.startsWith("abandoned")).reverse(), ...rows.filter((one) => one.state.startsWith("abandoned")).reverse()], { open: (one) => { chosen = one.folder; draw(); }, current: (one) => one.folder === chosen, id: "steps" }),
       h("p", { class: "quiet" }, "Sizes and names are checked here, content is not: `ckpt verify` reads every byte."), command(`ckpt verify ${found.folder}`)) : null);
   }
 

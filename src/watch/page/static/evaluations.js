@@ -19,7 +19,7 @@ function picture(rows, name) {
   const first = found[0].step, last = found.at(-1).step;
   const x = (step) => (first === last ? (left + width) / 2 : left + 14 + ((step - first) / (last - first)) * (width - left - 34));
   const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - bottom - 14);
-  return s("svg", { class: "tree lanes", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by step` },
+  return s("svg", { class: "tree lanes small", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by step` },
     ticks(low, high, 4).map((tick) => [s("line", { x1: left, x2: width - 8, y1: y(tick), y2: y(tick) }), s("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, short(Number(tick.toPrecision(6))))]),
     ticks(first, last, 8).filter(Number.isInteger).map((tick) => s("text", { x: x(tick), y: height - 8, "text-anchor": "middle" }, tick)),
     s("polyline", { points: found.map((row) => `${x(row.step)},${y(row[name])}`).join(" "), fill: "none", stroke: "#3b6fd4", "stroke-width": 1.6 }),

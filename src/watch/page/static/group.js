@@ -74,7 +74,7 @@ export class Group {
     const { found } = this, rewards = found.answers.map((one) => one.reward).filter((one) => one !== null);
     if (!found.answers.length) return fill(this.root, h("div", { class: "note" }, `There is no prompt ${found.place} in step ${found.step}.`));
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
-    const flat = rewards.length > 1 && new Set(rewards).size === 1;
+    const flat = found.flat;
     fill(this.root,
       h("div", { class: "panel" },
         h("div", { class: "title" }, h("h2", null, `Problem ${found.problem}`), h("span", { class: "quiet" }, shown(found.environment)), h("span", { class: "quiet" }, `place ${found.place} in the run's order`),

@@ -62,18 +62,24 @@ async function lookForRuns() {
   drawSide();
 }
 
+/** Those that are going on first, and else by name, so that nothing jumps. */
+function inOrder() {
+  const live = (line) => (line.state === "running" || line.state === "stopping" ? 0 : 1);
+  return [...lines].sort((a, b) => live(a) - live(b) || a.id.localeCompare(b.id, "en", { numeric: true }));
+}
+
 function drawSide() {
   const { run, runs: others } = read();
   const colors = run ? Object.fromEntries(together().map((one) => [one.id, one.color])) : {};
   fill(side,
     h("h1", null, h("img", { src: "icon.svg", alt: "" }), h("a", { href: "#" }, "Cairn")),
     lines.length ? null : h("p", { class: "quiet pad" }, `There is no run in ${folder} yet; one that begins appears here.`),
-    lines.map((line) => h("div", {
+    inOrder().map((line) => h("div", {
       class: `run${line.id === run ? " current" : ""}`, title: line.path, data: { run: line.id },
       on: { click: (event) => event.target.closest("input") || go({ run: line.id, view: "overview", runs: [] }) },
     },
     h("input", {
-      type: "checkbox", checked: line.id === run || others.includes(line.id), disabled: !run || line.id === run, title: "lay its curves over those of the chosen run",
+      type: "checkbox", checked: line.id === run || others.includes(line.id), disabled: !run || line.id === run, hidden: !run, title: "lay its curves over those of the chosen run",
       on: { change: (event) => change({ runs: event.target.checked ? [...others, line.id] : others.filter((one) => one !== line.id) }) },
     }),
     h("div", { class: "name" }, colors[line.id] ? h("i", { class: "dot", style: { background: colors[line.id] } }) : null, shown(nameOf(line.id))),
@@ -82,7 +88,7 @@ function drawSide() {
     h("div", { class: "foot" },
       button(theme() === "dark" ? "light" : "dark", () => { setTheme(theme() === "dark" ? "light" : "dark"); drawSide(); }, { class: "small", title: "colours" }), " ",
       button("keys", keysHelp, { class: "small" }),
-      h("p", null, "Tick further runs to lay their curves over each other.")));
+      run && lines.length > 1 ? h("p", null, "Tick further runs to lay their curves over each other.") : null));
 }
 
 function keysHelp() {

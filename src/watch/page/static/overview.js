@@ -24,6 +24,7 @@ export function open(root, { about, together, nameOf }) {
     fill(findings, h("h2", null, "What is wrong"), h("ul", { class: "findings" }, run.findings.length
       ? run.findings.map((finding) => h("li", { class: finding.level > 1 ? "high" : null, data: { rule: finding.rule } }, h("b", null, `${shown(finding.what)}.`), h("div", { class: "do" }, `${shown(finding.advice)}.`)))
       : h("li", { class: "fine" }, run.step ? "Nothing is wrong by any of the rules that `diagnose` knows." : "There is no step yet to judge.")));
+    if (run.findings.length && isRl() && run.step) findings.append(h("p", { style: { margin: "10px 0 0" } }, h("a", { href: "#", id: "look", on: { click: (event) => { event.preventDefault(); go(elsewhere("rollouts", {})); } } }, "Look at the newest step's prompts, and the rewards of their answers")));
     if (run.resume) findings.append(h("div", { style: { "margin-top": "10px" } }, h("span", { class: "quiet" }, "It goes on with"), command(run.resume)));
   }
 
@@ -34,7 +35,7 @@ export function open(root, { about, together, nameOf }) {
 
   function drawBar() {
     const state = read(), weight = Number(state.smooth ?? 0);
-    const pick = h("input", { list: "metrics", placeholder: "add a curve: any metric", size: "26", "aria-label": "add a curve", on: { change: (event) => {
+    const pick = h("input", { list: "metrics", placeholder: "add any metric", size: "18", "aria-label": "add a curve", on: { change: (event) => {
       if (names.includes(event.target.value)) change({ keys: [...new Set([...chosenKeys(), event.target.value])].join(",") });
       event.target.value = "";
     } } });
@@ -45,7 +46,7 @@ export function open(root, { about, together, nameOf }) {
       h("label", null, "smooth", h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: weight, "aria-label": "smoothing", on: { change: (event) => change({ smooth: Number(event.target.value) || "" }, { replace: true }) } }), weight ? weight.toFixed(2) : "off"),
       pick, h("datalist", { id: "metrics" }, names.map((name) => h("option", { value: name }))),
       state.keys ? button("the usual curves", () => change({ keys: "" }), { class: "small" }) : null,
-      h("span", { class: "quiet" }, isRl() ? "Click a point: that step's prompts and answers." : "Click a point: all numbers of its step."));
+      h("span", { class: "quiet" }, isRl() ? "Click a point: the answers of its step." : "Click a point: all numbers of its step."));
   }
 
   function pickPoint(point) {

@@ -84,27 +84,29 @@ function stepMode(root, context) {
       group.clear(h("div", { class: "note" }, `No rollouts of step ${found.step} are kept`, found.kept ? `; those of steps ${found.kept[0]} to ${found.kept[1]} are.` : "."));
       return;
     }
-    const place = state.place === undefined ? (prompts.find((one) => one.spread) ?? prompts[0]).place : Number(state.place);
+    const place = state.place === undefined ? (prompts.find((one) => !one.flat) ?? prompts[0]).place : Number(state.place);
     const rewards = prompts.flatMap((prompt) => prompt.rewards).filter((one) => one !== null);
     const low = Math.min(...rewards), high = Math.max(...rewards);
     fill(list, prompts.map((prompt) => h("div", { class: `prompt${prompt.place === place ? " current" : ""}`, data: { place: prompt.place }, on: { click: () => change({ place: prompt.place, sample: "" }) } },
       h("div", { class: "q line-text", dir: "auto" }, shown(prompt.question) || "(empty)"),
       h("div", { class: "more" }, squares(prompt.rewards, low, high), h("span", null, `problem ${prompt.problem}`),
-        prompt.trained ? (prompt.spread ? null : h("span", { class: "badge flat", title: "all its answers have the same reward, so an advantage that compares them is 0" }, "no spread")) : h("span", { class: "badge bad" }, "not trained on"),
+        prompt.trained ? (!prompt.flat ? null : h("span", { class: "badge flat", title: "all its answers have the same reward, so an advantage that compares them is 0" }, "no spread")) : h("span", { class: "badge bad" }, "not trained on"),
         prompt.failed ? h("span", { class: "badge bad" }, `${prompt.failed} failed`) : null))));
-    list.querySelector(".current")?.scrollIntoView({ block: "nearest" });
+    const current = list.querySelector(".current");  // scrollIntoView would move the page as well
+    if (current && current.offsetTop < list.scrollTop) list.scrollTop = current.offsetTop - 8;
+    else if (current && current.offsetTop + current.offsetHeight > list.scrollTop + list.clientHeight) list.scrollTop = current.offsetTop + current.offsetHeight - list.clientHeight + 8;
     group.show(found.step, place, state.sample === undefined ? null : Number(state.sample), [low, high]);
   }
 
   function drawTop() {
-    const flat = found.prompts.filter((prompt) => prompt.trained && !prompt.spread).length, { prompts } = found;
+    const flat = found.prompts.filter((prompt) => prompt.trained && prompt.flat).length, { prompts } = found;
     const go = (step) => () => change({ step, place: "", sample: "" });
     fill(top,
       button("◀", go(found.before), { disabled: found.before === null, title: "the step before (Left)" }),
       h("label", null, "step", h("input", { type: "number", value: found.step, size: "7", style: { width: "90px" }, "aria-label": "step", on: { change: (event) => change({ step: event.target.value, place: "", sample: "" }) } })),
       button("▶", go(found.after), { disabled: found.after === null, title: "the next step (Right)" }),
       h("span", null, several(prompts.length, "prompt"), ", ", several(prompts.reduce((sum, prompt) => sum + prompt.rewards.length, 0), "answer")),
-      prompts.length ? h("span", { class: flat ? "warn" : "quiet" }, flat ? `${flat} of ${prompts.length} prompts without spread: nothing is learned from them where answers are compared` : "every prompt has answers that differ in reward") : null);
+      prompts.length ? h("span", { class: flat ? "warn" : "quiet" }, flat ? `${flat} of ${several(prompts.length, "prompt")} without spread: all answers have the same reward, so comparing them teaches nothing` : "every prompt has answers that differ in reward") : null);
   }
 
   function move(by) {

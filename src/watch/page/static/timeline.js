@@ -19,8 +19,10 @@ export function open(root) {
   function draw() {
     const { steps, marks } = found;
     if (!steps.length && !marks.length) return fill(root, h("div", { class: "note" }, "Nothing has happened yet."));
-    const times = [...steps.flatMap((one) => [one.begin, one.end]), ...(steps.length && found.total > steps.length ? [] : marks.map((mark) => mark.time))];
-    const whole = [Math.min(...times), Math.max(...times, found.alive ? found.now : -Infinity)];
+    // What lies far from the steps, as a copy's times may, is in the list of events only.
+    const times = steps.length ? [steps[0].begin, steps.at(-1).end] : marks.map((mark) => mark.time), slack = (times.at(-1) - times[0]) / 10;
+    const near = marks.map((mark) => mark.time).filter((time) => time > times[0] - (found.total > steps.length ? 0 : 10 * slack) && time < times.at(-1) + slack);
+    const whole = [Math.min(times[0], ...near), Math.max(times.at(-1), ...near, found.alive ? found.now : -Infinity)];
     const [first, last] = range ?? (whole[0] === whole[1] ? [whole[0] - 1, whole[1] + 1] : whole);
     const x = (time) => LEFT + ((Math.min(Math.max(time, first), last) - first) / (last - first)) * (WIDTH - LEFT - 10);
     const inside = (begin, end) => end >= first && begin <= last;
@@ -63,7 +65,7 @@ export function open(root) {
     fill(below,
       h("div", { class: "panel" }, h("h2", null, "Where the trainer's time went, in the whole run"), shares([["computes", work, "c1"], ["waits for a batch", wait, "c2"], ["stands still for saves", stall, "c3"]]) ?? h("p", { class: "quiet" }, "no step yet"),
         sums["time/generate"] !== undefined ? [h("h3", { style: { "margin-top": "12px" } }, "and the servers'"), shares([["generate", sums["time/generate"], "c3"], ["nothing to do", sums["time/server_idle"] ?? 0, "c7"], ["load weights", sums["time/push"] ?? 0, "c4"]])] : null),
-      h("div", { class: "panel" }, h("h2", null, "Sums"), table([["", ([key]) => PHASES[key] ?? key], ["metric", ([key]) => h("code", null, key)], ["sum", ([key, value]) => (key === "time/reward" ? span(value / Math.max(found.total, 1)) : span(value)), "num"]], Object.entries(sums))));
+      h("div", { class: "panel" }, h("h2", null, "Sums"), table([["", ([key]) => PHASES[key] ?? key], ["metric", ([key]) => h("code", null, key)], ["sum", ([key, value]) => h("span", { title: `${value} s` }, key === "time/reward" ? span(value / Math.max(found.total, 1)) : span(value)), "num"]], Object.entries(sums))));
     fill(events, h("h2", null, "Events"), found.marks.length ? table([
       ["when", (mark) => clock(mark.time), "nowrap"], ["what", (mark) => h("span", null, h("i", { class: "dot", style: { background: KIND[mark.kind] ?? "#8a93a3" } }), mark.kind.replaceAll("_", " ")), "nowrap"], ["", (mark) => shown(mark.text)],
     ], [...found.marks].reverse().slice(0, 200)) : h("p", { class: "quiet" }, "none"));
