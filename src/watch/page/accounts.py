@@ -1,5 +1,6 @@
 """Accounts of a run: where each prompt that was issued is, what was thrown away, and its checkpoints."""
 
+import bisect
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,8 +155,8 @@ def _named(reasons: Counter[str]) -> dict[str, int]:
 
 
 def _is_in(place: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    ends = np.searchsorted([first for first, _ in ranges], place, side="right")
-    return ends > 0 and ranges[int(ends) - 1][1] >= place
+    before = bisect.bisect_right(ranges, place, key=lambda one: one[0])
+    return before > 0 and ranges[before - 1][1] >= place
 
 
 def discarded(index: RolloutIndex, reasons: Mapping[int, str]) -> tuple[list[Discarded], dict[str, float]]:

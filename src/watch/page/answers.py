@@ -22,6 +22,8 @@ from cairn.run.messages import PolicyName
 LISTED = ("step", "place", "sample", "problem", "environment", "trained", "policy_step", "prompt", "text",
           "reward", "parts", "failed", "finish_reason", "tokens", "seconds")  # fmt: skip
 """What is read of the rollouts of a list."""
+NEEDED = ("problem", "environment", "reward", "failed", "finish_reason")
+"""Columns without which a group can't be shown."""
 BEGINNING = 20_000
 """Characters of a text that are sent at first; the page asks for the whole if somebody wants it."""
 CELL = 300
@@ -281,6 +283,9 @@ def rows_of_step(kept: KeptRollouts, step: int) -> list[Row]:
         DamagedFile: the file can't be read.
     """
     try:
-        return kept.read(step, LISTED)
+        rows = kept.read(step, LISTED)
     except (pa.ArrowException, ValueError) as error:
         raise DamagedFile(f"{kept.path(step)}: can't be read: {error}") from None
+    if rows and (missing := sorted(set(NEEDED) - rows[0].keys())):
+        raise DamagedFile(f"{kept.path(step)}: has no column {', '.join(missing)}")
+    return rows

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +40,10 @@ TEXTS = ("prompt", "text", "failed", "turns.list.element.prompt", "turns.list.el
 """Where a search looks; in turns only if there are several."""
 CACHE_BYTES = 512 << 20
 """Texts that are kept in memory for further searches, in bytes."""
-SECONDS = 0.6
+SECONDS = 0.4
 """What a call may take for reading files, unless it says otherwise."""
+TOGETHER = 8
+"""Files that a search reads before it looks at the clock."""
 BINS = 24
 """Bars of a histogram, at most."""
 SORTS = ("newest", "oldest", "best", "worst", "longest", "shortest", "slowest")
@@ -150,7 +153,9 @@ class RolloutIndex:
         self._words: dict[str, dict[str, int]] = {name: {} for name in CODED}
         self._all: dict[str, np.ndarray[Any, Any]] | None = None
         self._texts: OrderedDict[int, tuple[tuple[int, int], list[_Texts]]] = OrderedDict()
+        self._cached = 0
         self._searches: OrderedDict[str, _Search] = OrderedDict()
+        self._pool = ThreadPoolExecutor(2, "rollouts")
 
     def steps(self) -> list[int]:
         """The steps that have a file, oldest first."""
@@ -207,13 +212,13 @@ class RolloutIndex:
         for name in CODED:
             found[name] = self._coded(name, table[name]) if name in table.column_names else _none(count)
         has_turns = "turns" in table.column_names
-        lengths = pc.fill_null(pc.list_value_length(table["turns"]), 0).to_numpy() if has_turns else None
+        lengths = _called("list_value_length", table["turns"]).fill_null(0).to_numpy() if has_turns else None
         found["turns"] = np.zeros(count, "i4") if lengths is None else lengths.astype("i4")
         return found
 
     def _coded(self, name: str, column: pa.ChunkedArray) -> np.ndarray[Any, Any]:
         words = self._words[name]
-        encoded = pc.dictionary_encode(column.combine_chunks())
+        encoded = column.combine_chunks().dictionary_encode()
         if isinstance(encoded, pa.ChunkedArray):
             encoded = encoded.combine_chunks()
         codes = [words.setdefault(str(word), len(words)) for word in encoded.dictionary.to_pylist()]
@@ -291,18 +296,17 @@ class RolloutIndex:
         while len(self._searches) > 8:
             self._searches.popitem(last=False)
         wanted = [step for step in sorted(self._files) if _within(step, query)]
-        new = 0
-        for step in reversed(wanted):
-            stamp = self._files[step].stamp
-            if step in search.hits and search.hits[step][0] == stamp:
-                continue
-            if time.monotonic() > until and new:
+        todo = [step for step in reversed(wanted) if not self._is_searched(search, step)]
+        for begin in range(0, len(todo), TOGETHER):
+            if time.monotonic() > until and begin:
                 break
-            new += 1
-            hits = np.zeros(len(self._files[step].columns["step"]), bool)
-            for texts in self._texts_of(step):
-                texts.mark(needle.encode(errors="replace"), hits)
-            search.hits[step] = stamp, hits
+            steps = todo[begin : begin + TOGETHER]
+            for step, texts in zip(steps, self._pool.map(self._texts_of, steps), strict=True):
+                hits = np.zeros(len(self._files[step].columns["step"]), bool)
+                for one in texts:
+                    one.mark(needle.encode(errors="replace"), hits)
+                search.hits[step] = self._files[step].stamp, hits
+                self._remember(step, texts)
         done = {step for step in wanted if step in search.hits}
         parts = [
             search.hits[step][1] if step in done else np.zeros(len(self._files[step].columns["step"]), bool)
@@ -310,23 +314,29 @@ class RolloutIndex:
         ]
         return np.concatenate(parts) if parts else np.empty(0, bool), len(done), len(wanted) - len(done)
 
+    def _is_searched(self, search: _Search, step: int) -> bool:
+        return step in search.hits and search.hits[step][0] == self._files[step].stamp
+
     def _texts_of(self, step: int) -> list[_Texts]:
-        stamp = self._files[step].stamp
-        if step in self._texts and self._texts[step][0] == stamp:
-            self._texts.move_to_end(step)
-            return self._texts[step][1]
+        """The texts of a file; changes nothing, since several threads do it at once."""
+        known = self._texts.get(step)
+        if known is not None and known[0] == self._files[step].stamp:
+            return known[1]
         several = bool((self._files[step].columns["turns"] > 1).any())
         try:
             table = self.kept.table(step, TEXTS if several else TEXTS[:3])
-            found = list(_lowered(table, len(self._files[step].columns["step"])))
+            return list(_lowered(table, len(self._files[step].columns["step"])))
         except (DamagedFile, pa.ArrowException):
             return []
-        self._texts[step] = stamp, found
-        while sum(len(one.content) for _, many in self._texts.values() for one in many) > CACHE_BYTES:
-            if len(self._texts) == 1:
-                break
-            self._texts.popitem(last=False)
-        return found
+
+    def _remember(self, step: int, texts: list[_Texts]) -> None:
+        """Keep the texts of a file for the next search, and no more than `CACHE_BYTES` in all."""
+        _, earlier = self._texts.pop(step, (None, list[_Texts]()))
+        self._texts[step] = self._files[step].stamp, texts
+        self._cached += sum(len(one.content) for one in texts) - sum(len(one.content) for one in earlier)
+        while self._cached > CACHE_BYTES and len(self._texts) > 1:
+            _, (_, oldest) = self._texts.popitem(last=False)
+            self._cached -= sum(len(one.content) for one in oldest)
 
 
 def _none(count: int) -> np.ndarray[Any, Any]:
@@ -344,7 +354,7 @@ def _lowered(table: pa.Table, count: int) -> Iterator[_Texts]:
     for name in ("prompt", "text", "failed"):
         if name not in table.column_names or table.num_rows != count:
             continue
-        encoded = pc.dictionary_encode(table[name].combine_chunks())
+        encoded = table[name].combine_chunks().dictionary_encode()
         if isinstance(encoded, pa.ChunkedArray):
             encoded = encoded.combine_chunks()
         codes = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)
@@ -352,18 +362,23 @@ def _lowered(table: pa.Table, count: int) -> Iterator[_Texts]:
         yield _Texts(content, starts, codes, codes)
     if "turns" in table.column_names and table.num_rows == count:
         turns = table["turns"].combine_chunks()
-        flat, parents = pc.list_flatten(turns), pc.list_parent_indices(turns).to_numpy()
+        flat, parents = turns.flatten(), turns.value_parent_indices().to_numpy()
         for name in ("prompt", "text"):
-            content, starts = _joined(pc.fill_null(pc.struct_field(flat, name), ""))
+            content, starts = _joined(pc.fill_null(flat.field(name), ""))
             yield _Texts(content, starts, parents, None)
+
+
+def _called(function: str, values: Any) -> Any:
+    """A function of `pyarrow.compute` that exists only once it runs, so that type checkers don't know it."""
+    return pc.call_function(function, [values])
 
 
 def _joined(texts: pa.Array) -> tuple[bytes, np.ndarray[Any, Any]]:
     """Texts in lower case, one after the other, and where each begins; the end comes last."""
-    lowered = pc.utf8_lower(texts)
-    lengths = pc.fill_null(pc.binary_length(lowered), 0).to_numpy(zero_copy_only=False)
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype="i8")])
-    return "".join(text or "" for text in lowered.to_pylist()).encode(), starts
+    lowered = _called("utf8_lower", texts.cast(pa.large_string()))
+    _, places, content = lowered.buffers()
+    starts = np.frombuffer(places, "i8")[: len(lowered) + 1] if len(lowered) else np.zeros(1, "i8")
+    return (content.to_pybytes()[: starts[-1]] if content else b""), starts
 
 
 def _sorted(
@@ -414,9 +429,10 @@ def whole_rows(kept: KeptRollouts, keys: Sequence[tuple[int, int, int]], columns
     for step in {step for step, _, _ in keys}:
         table = kept.table(step, columns)
         wanted = {(place, sample) for own, place, sample in keys if own == step}
-        places = pa.array(sorted({place for place, _ in wanted}), pa.int64())
+        places = [place for place, _ in wanted]
         try:
-            rows = table.filter(pc.is_in(table["place"], places)).to_pylist(maps_as_pydicts="strict")
+            chosen = pa.array(np.isin(table["place"].to_numpy(), places))
+            rows = table.filter(chosen).to_pylist(maps_as_pydicts="strict")
         except (pa.ArrowException, ValueError) as error:
             raise DamagedFile(f"{kept.path(step)}: can't be read: {error}") from None
         for row in rows:

@@ -34,7 +34,8 @@ export function shares(parts, { title } = {}) {
 /** The colour of a reward between the lowest and the highest of its kind: red, through yellow, to green. */
 export function rewardColor(reward, low, high) {
   if (reward === null || reward === undefined || !Number.isFinite(Number(reward))) return "var(--line)";
-  const share = high > low ? (reward - low) / (high - low) : 0.5;
+  if (!(high > low)) return "var(--quiet)";
+  const share = (reward - low) / (high - low);
   return `hsl(${Math.round(8 + share * 130)} 62% 48%)`;
 }
 

@@ -19,6 +19,7 @@ export const count = (value) => (value === null || value === undefined ? "" : Nu
 
 export function percent(share) {
   if (!Number.isFinite(share)) return "";
+  if (share > 0 && share < 0.0005) return "0 %";
   if (share > 0 && share < 0.01) return `${(share * 100).toFixed(1)} %`;
   if (share > 0.99 && share < 1) return "99 %";
   return `${Math.round(share * 100)} %`;

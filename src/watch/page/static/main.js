@@ -112,7 +112,8 @@ function drawHead(state) {
     about.tokens_per_second !== null ? ["learned tokens/s", short(about.tokens_per_second)] : null,
     about.saved ? ["last checkpoint", `step ${about.saved.step}${about.saved.age === null ? "" : `, ${ago(about.saved.age)}`}`] : ["last checkpoint", "none"],
     ["restarts", about.restarts ? `${about.restarts}, ${about.recomputed} steps again` : "0"],
-    ["goodput", Number(about.goodput).toFixed(2), "share of the time that went into steps that count; starting counts against it, so it is low in a short run"],
+    // Starting counts against goodput, so in a short run without restarts it says nothing.
+    about.restarts || about.recomputed || about.step * (about.pace ?? 0) > 600 ? ["goodput", Number(about.goodput).toFixed(2), "share of the time that went into steps that count; starting counts against it, so it is low in a short run"] : null,
     about.age !== null && !isAlive() ? ["seen", ago(about.age)] : null,
   ].filter(Boolean);
   fill(head,

@@ -9,7 +9,7 @@ import { Group } from "./group.js";
 import { change, elsewhere, go, read } from "./state.js";
 
 const SORTS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "longest"], ["shortest", "shortest"], ["slowest", "slowest"]];
-const PAGE = 50;
+const PAGE = 40;
 const FILTERS = ["q", "env", "problem", "rfrom", "rto", "failed", "end", "trained", "sort", "first", "last"];
 
 export function open(root, context) {
