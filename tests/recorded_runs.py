@@ -105,7 +105,9 @@ def flat(path: Path, steps: int = 12) -> RunDirectory:
     run = begin(path, "rl", max_steps=40, orchestrator={"advantage": {"type": "grpo", "args": {}}})
     for step in range(1, steps + 1):
         noise = (step * 37 % 11) / 1000
-        run.metrics.append({"step": step, **FLAT, "reward/mean": 0.0, "grad_norm": 0.0, "loss": 0.0, "rollout/length": 30 + noise, "entropy": 2.0 + noise, "rollout/cut_off": 0.1})  # fmt: skip
+        row = {"reward/mean": 0.0, "grad_norm": 0.0, "loss": 0.0, "rollout/cut_off": 0.1}
+        row |= {"rollout/length": 30 + noise, "entropy": 2.0 + noise}
+        run.metrics.append({"step": step, **FLAT, **row})
         rows = [
             rollout(step, 8 * step + place, sample, reward=0.0) for place in range(8) for sample in range(8)
         ]
@@ -115,7 +117,7 @@ def flat(path: Path, steps: int = 12) -> RunDirectory:
 
 
 def busy(path: Path, steps: int = 60) -> RunDirectory:
-    """A run with all that can be shown: tools, failures, two environments, restarts, branches, evaluations."""
+    """A run with all that can be shown: tools, failures, environments, restarts, branches, evaluations."""
     run = begin(
         path,
         "rl",
@@ -219,8 +221,10 @@ def _answer(
     reward = (1.0 if right else round(draw.random() * 0.4, 2)) if reward_ == -1.0 else reward_
     a, b = 100 + place, 7 * place % 90
     environment = _ledger_run().order.portions[_ledger_run().order.environment(place)].label
-    asked = f"<|im_start|>system\n{PROGRAM}<|im_end|>\n<|im_start|>user\nAnna has {a} apples and Ben gives her {b}. How many has she?<|im_end|>\n<|im_start|>assistant\n"
-    call = f'<think>I add {a} and {b}.</think>\n<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call><|im_end|>'
+    question = f"Anna has {a} apples and Ben gives her {b}. How many has she?"
+    asked = f"<|im_start|>system\n{PROGRAM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    call = f'{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}'
+    call = f"<think>I add {a} and {b}.</think>\n<tool_call>{call}</tool_call><|im_end|>"
     result = f"<|im_start|>tool\n{a + b}<|im_end|>\n<|im_start|>assistant\n"
     text = f"Anna has {a + b if right else a + b + 1} apples now."
     turns = [turn(asked, call, step), turn(result, text, step)] if sample % 2 else [turn(asked, text, step)]

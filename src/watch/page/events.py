@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.orchestrator.rollout_log import kind_of
+from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, entries
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
@@ -20,6 +21,8 @@ LINE = 4000
 SCANNED = 4 << 20
 """Bytes at the end of a log in which errors are looked for."""
 MOST_ERRORS = 100
+SLACK = 1.0
+"""Seconds by which times of different processes may disagree."""
 WRONG = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|Traceback \(most recent call last\))|^(?:\w+\.)*\w*(?:Error|Exception)\b"
 )
@@ -76,10 +79,10 @@ def _when(wall: float, attempts: Sequence[Row]) -> float:
     for place, attempt in enumerate(attempts):
         idle += attempt["idle"] if place else 0.0
         moment = attempts[0]["time"] + idle + wall
-        ends = attempts[place + 1]["time"] if place + 1 < len(attempts) else float("inf")
-        if moment >= attempt["time"] - 1.0:
+        later = attempts[place + 1] if place + 1 < len(attempts) else None
+        if moment >= attempt["time"] - SLACK:
             when = moment
-        if moment < ends:
+        if later is None or moment <= later["time"] - later["idle"] + SLACK:
             break
     return when
 
@@ -174,10 +177,10 @@ def log_page(folder: Path, name: str, before: int | None = None) -> LogPage:
 
     Raises:
         DamagedFile: it can't be read.
-        ValueError: there is no such log.
+        UsageError: there is no such log.
     """
     if name not in {log.name for log in log_files(folder)}:
-        raise ValueError(f"log = {name!r}: there is no such log")
+        raise UsageError(f"name = {name!r}: there is no such log")
     try:
         with open(folder / name, "rb") as file:
             size = file.seek(0, 2)
