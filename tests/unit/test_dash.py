@@ -78,7 +78,9 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
 # Who is answered
 
 
-@pytest.mark.parametrize("path", ["/", "/api/runs", "/main.js", "/wrong/", f"/{TOKEN}x/", f"/x/{TOKEN}/", "//", ""])
+@pytest.mark.parametrize(
+    "path", ["/", "/api/runs", "/main.js", "/wrong/", f"/{TOKEN}x/", f"/x/{TOKEN}/", "//", ""]
+)
 def test_without_the_token_nothing_is_answered(tmp_path: Path, path: str):
     make(tmp_path / "run")
     answer = client(tmp_path).get(path)
@@ -97,7 +99,8 @@ def test_only_get_is_answered(tmp_path: Path, method: str):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil:8265", "10.0.0.1:8265", "", "[::2]:1", "0:1"]
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "localhost.evil:8265", "10.0.0.1:8265", "", "[::2]:1", "0:1"],
 )
 def test_another_name_in_the_host_header_is_refused(tmp_path: Path, host: str):
     """So a page elsewhere whose name is made to mean this machine (DNS rebinding) gets nothing."""
@@ -109,7 +112,14 @@ def test_another_name_in_the_host_header_is_refused(tmp_path: Path, host: str):
 
 def test_every_answer_forbids_what_the_page_does_not_need(tmp_path: Path):
     make(tmp_path / "run")
-    for path in (f"/{TOKEN}/", f"/{TOKEN}/main.js", f"/{TOKEN}/api/runs", f"/{TOKEN}/api/row?run=x", f"/{TOKEN}/no", "/"):
+    for path in (
+        f"/{TOKEN}/",
+        f"/{TOKEN}/main.js",
+        f"/{TOKEN}/api/runs",
+        f"/{TOKEN}/api/row?run=x",
+        f"/{TOKEN}/no",
+        "/",
+    ):
         headers = client(tmp_path).get(path).headers
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
@@ -123,7 +133,16 @@ def test_every_answer_forbids_what_the_page_does_not_need(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../server.py", "..%2fserver.py", "%2e%2e/command.py", "static/main.js", "/etc/passwd", "nothing.js", "."]
+    "name",
+    [
+        "../server.py",
+        "..%2fserver.py",
+        "%2e%2e/command.py",
+        "static/main.js",
+        "/etc/passwd",
+        "nothing.js",
+        ".",
+    ],
 )
 def test_no_other_file_is_served(tmp_path: Path, name: str):
     answer = client(tmp_path).get(f"/{TOKEN}/{name}")
@@ -146,7 +165,9 @@ def test_a_run_is_one_that_was_found_and_no_path(tmp_path: Path, ask: Ask):
         ("step=99999999999999999999", "is too large"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused_with_its_field(tmp_path: Path, ask: Ask, query: str, says: str):
+def test_a_question_that_makes_no_sense_is_refused_with_its_field(
+    tmp_path: Path, ask: Ask, query: str, says: str
+):
     make(tmp_path / "run")
     assert says in ask("row", f"run=run&{query}", status=400)["error"]
     assert "sort = 'up': there are newest" in ask("rollouts", "run=run&sort=up", status=400)["error"]
@@ -159,8 +180,13 @@ def test_the_page_itself_names_nothing_outside_and_parses_no_markup():
     for entry in folder.iterdir():
         text = entry.read_text()
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), entry.name
-        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
-        assert not re.findall(r"<script(?![^>]*\bsrc=)|<style|\bon\w+=\"|style=\"", text) or entry.name != "index.html"
+        assert not re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+        )
+        assert (
+            not re.findall(r"<script(?![^>]*\bsrc=)|<style|\bon\w+=\"|style=\"", text)
+            or entry.name != "index.html"
+        )
         if entry.name.endswith(".js"):
             for name in re.findall(r'^import .* from "(.+)";$', text, re.MULTILINE):
                 assert (folder / name.removeprefix("./")).is_file(), (entry.name, name)
@@ -182,15 +208,23 @@ def test_numbers_are_those_of_the_python_api_to_the_digit(tmp_path: Path, ask: A
     for key, curve in found.items():
         assert curve["steps"] == list(frame.index)
         assert curve["values"] == frame[key].tolist()
-    assert ask("row", "run=run&step=7") == next(row for row in RunView(run.path).metrics() if row["step"] == 7)
+    assert ask("row", "run=run&step=7") == next(
+        row for row in RunView(run.path).metrics() if row["step"] == 7
+    )
     shown = overview(RunView(run.path))
     told = ask("overview", "run=run")
     assert told["newest"] == {curve.key: curve.newest for curve in shown.curves}
     assert (told["pace"], told["shares"], told["step"]) == (shown.pace, dict(shown.shares), shown.step)
     assert [one["what"] for one in told["findings"]] == [one.what for one in shown.findings]
-    kept = {(row["step"], row["place"], row["sample"]): row for step in KeptRollouts(run.rollouts).steps() for row in KeptRollouts(run.rollouts).read(step)}
+    kept = {
+        (row["step"], row["place"], row["sample"]): row
+        for step in KeptRollouts(run.rollouts).steps()
+        for row in KeptRollouts(run.rollouts).read(step)
+    }
     best = ask("rollouts", "run=run&sort=best&count=500")["rows"]
-    assert [row["reward"] for row in best] == sorted((row["reward"] for row in kept.values() if row["reward"] is not None), reverse=True)[:500]
+    assert [row["reward"] for row in best] == sorted(
+        (row["reward"] for row in kept.values() if row["reward"] is not None), reverse=True
+    )[:500]
     for row in best:
         whole = kept[row["step"], row["place"], row["sample"]]
         assert all(row[name] == whole[name] for name in ("reward", "seconds", "tokens", "parts", "problem"))
@@ -198,7 +232,11 @@ def test_numbers_are_those_of_the_python_api_to_the_digit(tmp_path: Path, ask: A
     assert evaluations[0]["rows"] == run.evals.rows()
 
 
-@given(st.dictionaries(st.text(max_size=5), st.one_of(st.floats(), st.integers(), st.text(), st.none(), st.booleans())))
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.one_of(st.floats(), st.integers(), st.text(), st.none(), st.booleans())
+    )
+)
 def test_any_value_becomes_json_and_comes_back(value: dict[str, Any]):
     back = json.loads(json.dumps(plain(value), allow_nan=False))
     for name, one in value.items():
@@ -227,7 +265,9 @@ def test_hostile_texts_arrive_as_they_are(tmp_path: Path, ask: Ask):
 
 @settings(max_examples=25, deadline=None)
 @given(st.text(min_size=1, max_size=30), st.sampled_from(["text", "prompt", "environment", "finish_reason"]))
-def test_any_text_of_a_rollout_is_found_and_shown(tmp_path_factory: pytest.TempPathFactory, text: str, column: str):
+def test_any_text_of_a_rollout_is_found_and_shown(
+    tmp_path_factory: pytest.TempPathFactory, text: str, column: str
+):
     if any("\ud800" <= one <= "\udfff" for one in text):
         return  # Parquet holds UTF-8
     folder = tmp_path_factory.mktemp("any")
@@ -294,7 +334,9 @@ def test_looking_changes_nothing(tmp_path: Path, ask: Ask):
     assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
 
 
-def test_a_run_that_grows_is_seen_to_grow_and_a_new_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_grows_is_seen_to_grow_and_a_new_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("cairn.watch.page.api.LOOK_SECONDS", 0.0)
     run = make(tmp_path / "run", steps=2)
     keep(run, 1, [rollout(1, 0, 0)])
@@ -395,7 +437,13 @@ def _selected(row: dict[str, Any], query: RolloutQuery) -> bool:
 
 
 def _value(row: dict[str, Any], sort: str) -> Any:
-    name = {"best": "reward", "worst": "reward", "slowest": "seconds", "longest": "tokens", "shortest": "tokens"}
+    name = {
+        "best": "reward",
+        "worst": "reward",
+        "slowest": "seconds",
+        "longest": "tokens",
+        "shortest": "tokens",
+    }
     return row[name[sort]] if sort in name else row["step"]
 
 
@@ -406,7 +454,9 @@ def _in_order(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
     if sort == "newest":
         return sorted(rows, key=lambda row: -row["step"])
     sign = 1 if sort in ("worst", "shortest") else -1
-    return sorted((row for row in rows if _value(row, sort) is not None), key=lambda row: sign * _value(row, sort))
+    return sorted(
+        (row for row in rows if _value(row, sort) is not None), key=lambda row: sign * _value(row, sort)
+    )
 
 
 def test_a_search_looks_into_every_turn(tmp_path: Path):
@@ -464,7 +514,11 @@ def test_a_curve_that_is_thinned_out_keeps_its_ends_and_extremes(values: list[fl
 
 
 def test_axes_grow_also_where_rows_do_not_say(tmp_path: Path):
-    rows = [{"step": 1, "learned_tokens": 5, "time/step": 2.0}, {"step": 2, "total_tokens": 30}, {"step": 3, "learned_tokens": 4}]
+    rows = [
+        {"step": 1, "learned_tokens": 5, "time/step": 2.0},
+        {"step": 2, "total_tokens": 30},
+        {"step": 3, "learned_tokens": 4},
+    ]
     assert curves.axis_of(rows, "tokens") == [5, 30, 34]
     assert curves.axis_of(rows, "time") == [2.0, 2.0, 2.0]
 
@@ -501,7 +555,10 @@ def test_the_account_says_where_every_prompt_is(tmp_path: Path):
     run.metrics.keep_through(15)  # the trainer has not done the newest batches
     account = RunApi(tmp_path).account("run")
     assert account is not None
-    assert (sum(one.trained for one in account.environments), sum(one.shipped for one in account.environments)) == (90, 30)
+    assert (
+        sum(one.trained for one in account.environments),
+        sum(one.shipped for one in account.environments),
+    ) == (90, 30)
     assert accounts.branches([]) == []
 
 
@@ -511,7 +568,10 @@ def test_discarded_answers_have_their_reasons_and_costs(tmp_path: Path):
     reasons = {(one.reason, one.failed): 0 for one in found["groups"]}
     for one in found["groups"]:
         reasons[one.reason, one.failed] += one.answers
-    assert reasons == {("all answers have the same reward", False): 8, ("Adder.reward raised KeyError: 'anser'", True): 8}
+    assert reasons == {
+        ("all answers have the same reward", False): 8,
+        ("Adder.reward raised KeyError: 'anser'", True): 8,
+    }
     assert found["totals"]["answers"] == 20 * 24 + 16
     assert all(one.tokens > 0 and one.seconds > 0 for one in found["groups"])
 
@@ -548,7 +608,12 @@ def test_steps_lie_on_the_clock_across_attempts():
 def test_logs_say_each_error_once_and_can_be_read_backwards(tmp_path: Path):
     run = busy(tmp_path / "run", steps=1)
     (error, warning) = events.log_errors(run.logs)
-    assert (error.level, error.text, error.count, error.log) == ("error", "KeyError: 'anser'", 40, "orchestrator.log")
+    assert (error.level, error.text, error.count, error.log) == (
+        "error",
+        "KeyError: 'anser'",
+        40,
+        "orchestrator.log",
+    )
     assert error.details[-1] == "KeyError: 'anser'"
     assert 'File "my_env.py", line 23' in "\n".join(error.details)
     assert (warning.level, warning.count) == ("warning", 1)
@@ -571,14 +636,18 @@ def test_a_token_has_its_text_logprob_and_policy(tmp_path: Path, ask: Ask):
     assert found["versions"] == [1, 1, 2, 2]
     assert len(found["logprobs"]) == 4
     assert found["texts"] is None, "the run's tokenizer is gone"
-    assert "there is no turn 1" in ask("tokens", "run=run&step=3&place=0&sample=0&turn=1", status=400)["error"]
+    assert (
+        "there is no turn 1" in ask("tokens", "run=run&step=3&place=0&sample=0&turn=1", status=400)["error"]
+    )
 
 
 # The command
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
     def run(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["dash", *map(str, arguments)])
         code = main.dash()
@@ -611,10 +680,15 @@ def test_a_page_listens_on_this_machine_only_and_ends_with_ctrl_c(tmp_path: Path
         match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/\n", process.stdout.readline())
         assert match
         with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
-            connection.sendall(f"GET /{match[2]}/api/runs HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+            connection.sendall(
+                f"GET /{match[2]}/api/runs HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+            )
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert b'"id": "run"' in answer
         with pytest.raises(OSError):
-            socket.create_connection((socket.gethostbyname(socket.gethostname()).replace("127.0.0.1", "127.0.0.2"), int(match[1])), timeout=10)
+            socket.create_connection(
+                (socket.gethostbyname(socket.gethostname()).replace("127.0.0.1", "127.0.0.2"), int(match[1])),
+                timeout=10,
+            )
         process.send_signal(2)
         assert process.wait(60) == 0

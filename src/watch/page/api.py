@@ -173,8 +173,9 @@ class RunApi:
     # One run
 
     def overview(self, run: str) -> dict[str, Any]:
-        """The run at a glance; its curves without their points, and the commands that look closer."""
+        """The run at a glance; its curves without their points, and the stamp that `pulse` had before it."""
         with self._run(run) as reader:
+            stamp = reader.stamp()
             shown = reader.overview()
             labels = curves.labels_of(shown.command, reader.rows())
             config = reader.view.snapshot().config
@@ -182,6 +183,7 @@ class RunApi:
         return {
             **found,
             "id": run,
+            "stamp": stamp,
             "curves": [{"key": key, "label": label} for key, label in labels.items()],
             "newest": {curve.key: curve.newest for curve in shown.curves},
             "config": config or {},

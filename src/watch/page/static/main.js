@@ -30,7 +30,7 @@ const PULSE = 2000, RUNS = 8000;
 
 const side = h("aside", { id: "side" }), main = h("main", { id: "main" });
 const head = h("div", { id: "head" }), body = h("div", { id: "view" });
-let lines = [], folder = "", about = null, view = null, drawn = null, stamp = null, beats = 0;
+let lines = [], folder = "", about = null, view = null, drawn = null, beats = 0;
 
 const theme = () => document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
@@ -151,7 +151,6 @@ async function draw() {
   }
   if (about?.id !== state.run) {
     about = null;
-    stamp = null;
     fill(body, h("p", { class: "quiet" }, "reading the run"));
     try {
       about = await ask("overview", { run: state.run });
@@ -181,8 +180,7 @@ async function beat() {
   if (beats * PULSE % RUNS === 0) await lookForRuns();
   try {
     const pulse = await ask("pulse", { run });
-    const changed = stamp !== null && pulse.stamp !== stamp;
-    stamp = pulse.stamp;
+    const changed = pulse.stamp !== about.stamp;
     if (changed || (isAlive() && beats % 2 === 0)) {
       about = await ask("overview", { run });
       if (read().run !== run) return;

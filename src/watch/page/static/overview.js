@@ -55,6 +55,7 @@ export function open(root, { about, together, nameOf }) {
   }
 
   async function load() {
+    if (closed) return;
     const state = read(), keys = chosenKeys(), axis = state.axis ?? "step", shownRuns = together();
     drawBar();
     const found = await Promise.all(shownRuns.map((one) => ask("points", { run: one.id, keys: keys.join(","), axis }).catch(() => [])));
@@ -134,7 +135,7 @@ export function open(root, { about, together, nameOf }) {
     drawFindings();
     drawMore();
     await load();
-    if (!names.length) {
+    if (!names.length && !closed) {
       names = await ask("keys", { run: read().run }).catch(() => []);
       if (!closed) drawBar();
     }

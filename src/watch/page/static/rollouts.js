@@ -73,7 +73,7 @@ function stepMode(root, context) {
       }
       if (closed || asked !== step) return;
     }
-    draw();
+    if (found?.step === step) draw();  // else it is on its way
   }
 
   function draw() {
@@ -157,7 +157,7 @@ function listMode(root, context) {
   function drawForm() {
     const some = FILTERS.some((name) => name !== "sort" && read()[name] !== undefined);
     fill(form,
-      input("q", "", { id: "search", type: "search", placeholder: "search prompts and answers", size: "30", "aria-label": "search" }),
+      input("q", "", { id: "search", role: "searchbox", placeholder: "search prompts and answers", size: "30", "aria-label": "search" }),
       select("sort", "", SORTS),
       environments.length > 1 ? select("env", "environment", [["", "all"], ...environments.map((one) => [one, one])]) : null,
       input("rfrom", "reward", { size: "5", placeholder: "from" }), input("rto", "to", { size: "5", placeholder: "to" }),

@@ -1,0 +1,361 @@
+"""The page in a real browser: what a newcomer sees, live runs, hostile texts, keys, and whom it asks."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import PROGRAM, WHY_NOT, Browser, browser
+from recorded_runs import HEALTHY, HOSTILE, busy, damage, flat, hostile, keep, make, many, rollout
+
+import cairn
+from cairn.orchestrator.rollout_log import KeptRollouts
+from cairn.run.directory import RunDirectory, lock
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+
+VIEWS = ("overview", "rollouts", "discarded", "ledger", "checkpoints", "evaluations", "timeline", "logs")
+SIZES = {"laptop": (1280, 800), "wide": (1920, 1080)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of each kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    flat(folder / "flat")
+    busy(folder / "busy")
+    hostile(folder / "hostile")
+    damage(make(folder / "damaged"))
+    make(folder / "sft", "sft", steps=30, loss=2.5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """The address of the page of these runs, as the command prints it."""
+    code = "import sys; from cairn.launch.main import dash; sys.exit(dash())"
+    command = [sys.executable, "-c", code, str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.stdout.readline().strip()
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def page(tab: Browser, address: str) -> Iterator[Browser]:
+    """The page's beginning; at the end of a test nothing has gone wrong in it, and nobody else was asked."""
+    tab.size(*SIZES["laptop"])
+    tab.errors.clear()
+    tab.requests.clear()
+    tab.open(address)
+    yield tab
+    assert tab.errors == []
+    origin = address.split("/")[2]
+    assert [one for one in tab.requests if one.split("/")[2:3] != [origin] and one != "about:blank"] == []
+
+
+def asked(address: str, question: str) -> Any:
+    """An answer of the server."""
+    with urllib.request.urlopen(f"{address}api/{question}") as answer:
+        return json.load(answer)
+
+
+def test_a_newcomer_finds_why_a_run_does_not_learn(page: Browser):
+    """The list of runs says which, one click says why, the next one shows it; nothing needs to be scrolled."""
+    page.sees("nothing learned, no spread", "#runs")
+    page.click('#side .run[data-run="flat"]')
+    page.sees("96 of 96 prompts taught nothing in steps 1 to 12 (all answers alike: 96 all wrong).")
+    page.sees("easier ones, a reward for parts of it, or raise orchestrator.samples_per_prompt")
+    ends = page.run(
+        "[...document.querySelectorAll('.findings li')].map(one => one.getBoundingClientRect().bottom)"
+    )
+    assert max(ends) < SIZES["laptop"][1]
+    page.click("#look")
+    page.sees("8 of 8 prompts without spread")
+    page.sees("no spread: every answer has the same reward")
+    assert page.run("document.querySelectorAll('.answer').length") == 8
+
+
+def test_a_click_on_a_curve_opens_the_answers_of_its_step(page: Browser, folder: Path):
+    page.go("run=busy")
+    page.wait("document.querySelector('[data-key=\"reward/mean\"] .value')?.dataset.exact")
+    page.click('[data-key="reward/mean"] canvas', x=0.5)
+    page.sees("prompts", "#view .bar-line + .bar-line, #view")
+    step = int(page.wait("new URLSearchParams(location.hash.slice(1)).get('step')"))
+    assert 25 < step < 35
+    page.sees("advantage")
+    rows = [row for row in KeptRollouts(folder / "busy" / "rollouts").read(step)]
+    place = int(page.wait("document.querySelector('.prompt.current')?.dataset.place"))
+    rewards = [repr(row["reward"]) for row in rows if row["place"] == place]
+    shown = page.wait("[...document.querySelectorAll('.answer .reward')].map(one => one.dataset.exact)")
+    assert [float(one) for one in shown] == [float(one) for one in rewards]
+
+
+def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
+    page.go("run=busy")
+    page.wait("document.querySelectorAll('.charts .value[data-exact]').length == 8")
+    shown = page.run(
+        "Object.fromEntries([...document.querySelectorAll('.charts section')].map(one => [one.dataset.key, one.querySelector('.value').dataset.exact]))"
+    )
+    frame = cairn.Run(folder / "busy").metrics
+    assert {key: float(value) for key, value in shown.items()} == {
+        key: frame[key].dropna().iloc[-1] for key in shown
+    }
+    page.go("run=busy&view=rollouts&list=1&sort=best")
+    best = page.wait(
+        "[...document.querySelectorAll('#rollouts b[data-exact]')].map(one => one.dataset.exact)"
+    )
+    assert set(map(float, best)) == {1.0}
+    page.go("run=busy&view=ledger")
+    page.sees("377 issued = 360 trained + 5 waiting + 12 discarded", "#sum")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("run", ["busy", "hostile", "damaged", "sft"])
+def test_every_view_fits_and_works(page: Browser, run: str, size: str):
+    page.size(*SIZES[size])
+    for view in VIEWS:
+        page.go(f"run={run}&view={view}")
+        page.wait(
+            f"document.querySelector('nav.tabs a.on')?.dataset.view == '{view}' || {json.dumps(run == 'sft')}"
+        )
+        page.wait("document.querySelector('#view').innerText.trim().length > 10")
+        page.run("new Promise(done => setTimeout(done, 300))")
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), (view, size)
+    assert page.run("document.title").endswith("Cairn")
+    # What can't be read is told with an error of the server, which the browser notes as one.
+    if run == "damaged":
+        page.errors[:] = [one for one in page.errors if "422" not in one]
+
+
+def test_hostile_texts_are_shown_and_not_executed(page: Browser):
+    page.go("run=hostile&view=rollouts&step=1&place=0")
+    page.wait("document.querySelectorAll('.answer').length == 3")
+    texts = page.run("[...document.querySelectorAll('.answer .text')].map(one => one.textContent)")
+    assert "<script>document.title = 'owned'</script><img src=x onerror=" in texts[0]
+    assert r"\x1b[2J\x07\x00" in texts[0]
+    assert r"\u202egnitirw\u202c" in texts[0], "the direction of what follows stays as it is"
+    assert "\u05e9\u05dc\u05d5\u05dd" in texts[0]
+    for view in VIEWS:
+        page.go(f"run=hostile&view={view}")
+        page.run("new Promise(done => setTimeout(done, 300))")
+        found = page.run(
+            "[document.querySelectorAll('#app script, #app img:not([src=\"icon.svg\"]), #app [onerror]').length, document.title]"
+        )
+        assert found == [0, "hostile \u00b7 Cairn"]
+    assert page.run("document.querySelector('#view').innerText").count("Traceback") == 0
+    page.go("run=hostile&view=rollouts&step=1&place=0")
+    page.click('.answer[data-sample="1"] > div > button')
+    page.wait(
+        f"document.querySelector('.answer[data-sample=\"1\"] .text').textContent.length == {5 + (1 << 20)}"
+    )
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert HOSTILE.startswith("<script>")
+
+
+def test_markup_can_not_even_be_parsed_by_mistake(page: Browser):
+    """The browser itself refuses it in this page, and scripts from anywhere else."""
+    refused = page.run(
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'no'; } catch (error) { return error.name; } })()"
+    )
+    assert refused == "TypeError"
+    assert page.run("fetch('http://127.0.0.1:1/').then(() => 'no', error => error.name)") == "TypeError"
+    assert (
+        page.run("(() => { try { return eval('1'); } catch (error) { return error.name; } })()")
+        == "EvalError"
+    )
+    policy = [
+        one for one in page.errors if "Trusted" in one or "Content Security Policy" in one or "Refused" in one
+    ]
+    assert policy
+    page.errors.clear()
+
+
+def test_a_live_run_is_followed(page: Browser, folder: Path):
+    """Its steps, its rollouts and its end appear without a key or a click; so does a run that begins."""
+    run = make(folder / "live", state="running", steps=2, **{"reward/mean": 0.25})
+    keep(run, 1, [rollout(1, 0, sample) for sample in range(3)])
+    lock(run)
+    try:
+        page.wait("document.querySelector('#side .run[data-run=\"live\"]')")
+        page.click('#side .run[data-run="live"]')
+        page.sees("2 of 10", "#head")
+        page.sees("live", "#head .live")
+        for step in (3, 4, 5):
+            run.metrics.append({"step": step, **HEALTHY, "reward/mean": step / 7})
+        page.sees("5 of 10", "#head")
+        page.wait(f"document.querySelector('[data-key=\"reward/mean\"] .value').dataset.exact == '{5 / 7!r}'")
+        page.go("run=live&view=rollouts&list=1")
+        page.wait("document.getElementById('total')?.dataset.exact == '3'")
+        keep(run, 2, [rollout(2, 1, sample) for sample in range(4)])
+        page.wait("document.getElementById('total')?.dataset.exact == '7'")
+    finally:
+        run.set_role("trainer", "done")
+        run.unlock()
+    page.sees("done", "#head .state")
+
+
+def test_keys_lead_through_a_run_and_the_address_holds_what_is_shown(page: Browser, address: str):
+    def state(name: str) -> str | None:
+        return page.run(f"new URLSearchParams(location.hash.slice(1)).get('{name}')")
+
+    page.go("run=busy")
+    page.sees("Curves")
+    page.key("2")
+    page.wait("document.querySelector('.prompt.current')")
+    assert (state("view"), state("step")) == ("rollouts", "60")
+    page.key("ArrowLeft")
+    page.wait("new URLSearchParams(location.hash.slice(1)).get('step') == '59'")
+    page.wait("document.querySelector('.prompt.current')?.dataset.place == '359'")
+    page.key("j")
+    page.wait("document.querySelector('.prompt.current')?.dataset.place == '360'")
+    page.key("k")
+    page.wait("document.querySelector('.prompt.current')?.dataset.place == '359'")
+    page.wait("document.querySelectorAll('.answer').length == 4")
+    page.key("Enter")
+    page.sees("shown to the model")
+    kept = page.run("location.hash")
+    page.key("Escape")
+    page.wait("document.querySelectorAll('.answers .answer').length == 4")
+    page.key("/")
+    page.wait("document.activeElement.id == 'search'")
+    page.type("gives her 19")
+    page.key("Enter")
+    page.wait("document.getElementById('total')?.dataset.exact == '16'")
+    page.key("Escape")
+    page.key("j")
+    page.wait("document.querySelector('#rollouts tr.current')")
+    page.key("Enter")
+    page.sees("shown to the model")
+    page.open(f"{address}{kept}")
+    page.sees("rollout 59/359/0")
+    page.key("Escape")
+    page.key("Escape")
+    page.wait("document.querySelector('nav.tabs a.on')?.dataset.view == 'overview'")
+
+
+def test_a_bar_of_the_histogram_selects_its_rollouts(page: Browser):
+    page.go("run=busy&view=rollouts&list=1")
+    page.wait("document.getElementById('total')?.dataset.left == '0'")
+    count = page.run("[...document.querySelectorAll('.histogram .bar')].at(-1).dataset.count")
+    page.click(".histogram .bar:last-of-type .back")
+    page.wait(f"document.getElementById('total')?.dataset.exact == '{count}'")
+    assert (
+        page.run(
+            "new Set([...document.querySelectorAll('#rollouts b[data-exact]')].map(one => one.dataset.exact)).size"
+        )
+        == 1
+    )
+
+
+def test_a_curve_is_saved_as_a_table_and_as_a_picture(page: Browser, folder: Path, tmp_path: Path):
+    saved = tmp_path / "saved"
+    page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(saved))
+    page.go("run=busy&with=flat&axis=tokens")
+    page.wait("document.querySelector('[data-key=\"reward/mean\"] .value')?.dataset.exact")
+    page.run("document.querySelector('[data-key=\"reward/mean\"] .tools button:nth-child(2)').click()")
+    page.run("document.querySelector('[data-key=\"reward/mean\"] .tools button:nth-child(1)').click()")
+    table, picture = _arrived(saved / "reward_mean.csv"), _arrived(saved / "reward_mean.png")
+    rows = list(csv.DictReader(table.decode().splitlines()))
+    frame = cairn.Run(folder / "busy").metrics
+    own = [row for row in rows if row["run"] == "busy"]
+    assert [float(row["reward/mean"]) for row in own] == frame["reward/mean"].tolist()
+    assert [float(row["tokens"]) for row in own] == frame["total_tokens"].tolist()
+    assert {row["run"] for row in rows} == {"busy", "flat"}
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 5000
+
+
+def _arrived(path: Path) -> bytes:
+    deadline = time.monotonic() + 60
+    while not path.is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return path.read_bytes()
+
+
+def test_several_runs_lie_over_each_other(page: Browser):
+    page.go("run=busy")
+    page.click('#side .run[data-run="flat"] input')
+    page.wait("new URLSearchParams(location.hash.slice(1)).getAll('with').join() == 'flat'")
+    page.wait("document.querySelectorAll('#side .name .dot').length == 2")
+    page.wait("document.querySelector('[data-key=\"reward/mean\"] .value')?.dataset.exact")
+    page.run("document.querySelector('[data-key=\"reward/mean\"] canvas').focus()")
+    page.key("ArrowLeft")
+    for _ in range(55):
+        page.key("ArrowLeft")
+    page.sees("flat", '[data-key="reward/mean"] .tip')
+    assert re.search(r"step \d+\s+busy [\d.]+\s+flat 0", page.text('[data-key="reward/mean"] .tip'))
+
+
+def test_whoever_lacks_the_token_gets_nothing(page: Browser, address: str):
+    origin = address.rsplit("/", 2)[0]
+    for path in ("/", "/api/runs", "/main.js", "/wrong/api/overview?run=busy"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{origin}{path}")
+        assert refused.value.code == 401
+        assert b"busy" not in refused.value.read()
+    assert page.run("document.cookie") == ""
+
+
+def test_tokens_are_coloured_by_logprob_and_by_policy(page: Browser):
+    page.go("run=busy&view=rollouts&step=40&place=241&sample=1")
+    page.sees("shown to the model")
+    page.run("[...document.querySelectorAll('.turn.said h3 button')][0].click()")
+    page.wait("document.querySelectorAll('.tokens span').length > 5")
+    titles = page.run("[...document.querySelectorAll('.tokens span')].map(one => one.title)")
+    assert re.fullmatch(r"token 0: id \d+, logprob -[\d.]+, chance [\d.]+ %, policy of step 38", titles[0])
+    assert titles[-1].endswith("policy of step 39")
+    page.run("document.querySelector('[data-kind=version]').click()")
+    colours = page.run(
+        "new Set([...document.querySelectorAll('.tokens span')].map(one => one.style.background)).size"
+    )
+    assert colours == 2
+
+
+@pytest.mark.soak
+def test_a_million_rollouts_answer_below_a_second(tmp_path: Path, tab: Browser):
+    """Each filter, sort and search once the files are read; the first paint before that."""
+    run = many(tmp_path / "runs" / "big")
+    assert isinstance(run, RunDirectory)
+    code = "import sys; from cairn.launch.main import dash; sys.exit(dash())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "runs"), "--port", "0"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        address = process.stdout.readline().strip()
+        tab.open(f"{address}#run=big&view=rollouts&list=1")
+        tab.wait("document.getElementById('total')?.dataset.left == '0'")
+        assert tab.run("document.getElementById('total').dataset.exact") == "1000000"
+        while asked(address, "rollouts?run=big&text=w001b%20w010")["left"]:
+            pass
+        for query in (
+            "sort=best",
+            "sort=slowest",
+            "reward_from=0.3&reward_to=0.31",
+            "problem=77",
+            "text=w002cc",
+            "begin=900000",
+            "environment=words&sort=worst",
+        ):
+            begun = time.monotonic()
+            assert asked(address, f"rollouts?run=big&{query}")["left"] == 0
+            assert time.monotonic() - begun < 1.0, query
+        process.terminate()
+        process.wait(60)
