@@ -222,7 +222,8 @@ def _answer(
     a, b = 100 + place, 7 * place % 90
     environment = _ledger_run().order.portions[_ledger_run().order.environment(place)].label
     question = f"Anna has {a} apples and Ben gives her {b}. How many has she?"
-    asked = f"<|im_start|>system\n{PROGRAM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    asked = f"<|im_start|>system\n{PROGRAM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+    asked += "<|im_start|>assistant\n"
     call = f'{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}'
     call = f"<think>I add {a} and {b}.</think>\n<tool_call>{call}</tool_call><|im_end|>"
     result = f"<|im_start|>tool\n{a + b}<|im_end|>\n<|im_start|>assistant\n"
@@ -240,8 +241,9 @@ def _answer(
 def _history(run: RunDirectory) -> None:
     argv = {"argv": ["rl", "@", "my run.toml", "--ckpt"], "folder": ""}
     for event in (
-        {"time": BEGAN + 95, "event": "restart", "role": "orchestrator", "step": 14, "reason": "died (signal 9)", "how": "is started again"},
-        {"time": BEGAN + 150, "event": "change", "step": 30, "name": "optimizer.lr", "was": 0.0002, "now": 0.0001},
+        {"time": BEGAN + 95, "event": "restart", "role": "orchestrator", "step": 14,
+         "reason": "died (signal 9)", "how": "is started again"},
+        {"time": BEGAN + 150, "event": "change", "step": 30, "name": "optimizer.lr", "was": 2e-4, "now": 1e-4},
         {"time": BEGAN + 190, "event": "attempt", "number": 2, "idle": 22.0, **argv},
         {"time": BEGAN + 191, "event": "recompute", "steps": 4},
     ):  # fmt: skip
@@ -271,7 +273,12 @@ def _checkpoints(run: RunDirectory) -> None:
 def _evaluations(run: RunDirectory) -> None:
     for step in (10, 20, 30, 40, 50, 60):
         score = 0.3 + 0.3 * (1 - math.exp(-step / 20)) - (0.08 if step == 60 else 0)
-        run.evals.append({"step": step, "name": "held_out", "run_id": "5eed", "branch": "branch_1", "problems": 80, "samples": 320, "failed": 2 if step == 20 else 0, "reward": score, "reward_ci95": 0.06, "pass@1": score - 0.05, "pass@1_ci95": 0.06, "pass@2": score + 0.1, "pass@2_ci95": 0.055, "pass@4": score + 0.2, "pass@4_ci95": 0.05, "tokens": 40.5, "truncated": 0.031, "seconds": 12.5})  # fmt: skip
+        row = {"step": step, "name": "held_out", "run_id": "5eed", "branch": "branch_1"}
+        row |= {"problems": 80, "samples": 320, "failed": 2 if step == 20 else 0}
+        row |= {"reward": score, "reward_ci95": 0.06, "tokens": 40.5, "truncated": 0.031, "seconds": 12.5}
+        for k, more in ((1, -0.05), (2, 0.1), (4, 0.2)):
+            row |= {f"pass@{k}": score + more, f"pass@{k}_ci95": 0.06 - k / 200}
+        run.evals.append(row)
 
 
 def _logs(run: RunDirectory) -> None:
@@ -282,7 +289,8 @@ def _logs(run: RunDirectory) -> None:
     (run.logs / "trainer.log").write_text("\n".join(lines) + "\n")
     trace = (
         "2026-11-26 10:13:{0:02d},000 ERROR cairn.orchestrator.environments: problem {0} fails\n"
-        'Traceback (most recent call last):\n  File "my_env.py", line 23, in reward\n    return answers["anser"]\n'
+        'Traceback (most recent call last):\n  File "my_env.py", line 23, in reward\n'
+        '    return answers["anser"]\n'
         "KeyError: 'anser'\n"
     )
     (run.logs / "orchestrator.log").write_text("".join(trace.format(place) for place in range(40)))
@@ -307,7 +315,8 @@ def hostile(path: Path) -> RunDirectory:
     (run.logs / "trainer.log").write_bytes(
         b"ERROR \xff\xfe " + HOSTILE.encode(errors="surrogatepass") + b"\n" + b"y" * (1 << 20)
     )
-    run.history.append({"time": BEGAN + 9, "event": "restart", "role": HOSTILE, "step": 1, "reason": HOSTILE, "how": HOSTILE})  # fmt: skip
+    texts = dict.fromkeys(("role", "reason", "how"), HOSTILE)
+    run.history.append({"time": BEGAN + 9, "event": "restart", "step": 1, **texts})
     return run
 
 

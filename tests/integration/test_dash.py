@@ -70,6 +70,11 @@ def page(tab: Browser, address: str) -> Iterator[Browser]:
     assert [one for one in tab.requests if one.split("/")[2:3] != [origin] and one != "about:blank"] == []
 
 
+def each(selector: str, what: str) -> str:
+    """The script that has something of each element, `one`."""
+    return f"[...document.querySelectorAll({json.dumps(selector)})].map(one => {what})"
+
+
 def asked(address: str, question: str) -> Any:
     """An answer of the server."""
     with urllib.request.urlopen(f"{address}api/{question}") as answer:
@@ -82,9 +87,7 @@ def test_a_newcomer_finds_why_a_run_does_not_learn(page: Browser):
     page.click('#side .run[data-run="flat"]')
     page.sees("96 of 96 prompts taught nothing in steps 1 to 12 (all answers alike: 96 all wrong).")
     page.sees("easier ones, a reward for parts of it, or raise orchestrator.samples_per_prompt")
-    ends = page.run(
-        "[...document.querySelectorAll('.findings li')].map(one => one.getBoundingClientRect().bottom)"
-    )
+    ends = page.run(each(".findings li", "one.getBoundingClientRect().bottom"))
     assert max(ends) < SIZES["laptop"][1]
     page.click("#look")
     page.sees("8 of 8 prompts without spread")
@@ -103,7 +106,7 @@ def test_a_click_on_a_curve_opens_the_answers_of_its_step(page: Browser, folder:
     rows = [row for row in KeptRollouts(folder / "busy" / "rollouts").read(step)]
     place = int(page.wait("document.querySelector('.prompt.current')?.dataset.place"))
     rewards = [repr(row["reward"]) for row in rows if row["place"] == place]
-    shown = page.wait("[...document.querySelectorAll('.answer .reward')].map(one => one.dataset.exact)")
+    shown = page.wait(each(".answer .reward", "one.dataset.exact"))
     assert [float(one) for one in shown] == [float(one) for one in rewards]
 
 
@@ -118,9 +121,7 @@ def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
         key: frame[key].dropna().iloc[-1] for key in shown
     }
     page.go("run=busy&view=rollouts&list=1&sort=best")
-    best = page.wait(
-        "[...document.querySelectorAll('#rollouts b[data-exact]')].map(one => one.dataset.exact)"
-    )
+    best = page.wait(each("#rollouts b[data-exact]", "one.dataset.exact"))
     assert set(map(float, best)) == {1.0}
     page.go("run=busy&view=ledger")
     page.sees("377 issued = 360 trained + 5 waiting + 12 discarded", "#sum")
@@ -147,7 +148,7 @@ def test_every_view_fits_and_works(page: Browser, run: str, size: str):
 def test_hostile_texts_are_shown_and_not_executed(page: Browser):
     page.go("run=hostile&view=rollouts&step=1&place=0")
     page.wait("document.querySelectorAll('.answer').length == 3")
-    texts = page.run("[...document.querySelectorAll('.answer .text')].map(one => one.textContent)")
+    texts = page.run(each(".answer .text", "one.textContent"))
     assert "<script>document.title = 'owned'</script><img src=x onerror=" in texts[0]
     assert r"\x1b[2J\x07\x00" in texts[0]
     assert r"\u202egnitirw\u202c" in texts[0], "the direction of what follows stays as it is"
@@ -318,7 +319,7 @@ def test_tokens_are_coloured_by_logprob_and_by_policy(page: Browser):
     page.sees("shown to the model")
     page.run("[...document.querySelectorAll('.turn.said h3 button')][0].click()")
     page.wait("document.querySelectorAll('.tokens span').length > 5")
-    titles = page.run("[...document.querySelectorAll('.tokens span')].map(one => one.title)")
+    titles = page.run(each(".tokens span", "one.title"))
     assert re.fullmatch(r"token 0: id \d+, logprob -[\d.]+, chance [\d.]+ %, policy of step 38", titles[0])
     assert titles[-1].endswith("policy of step 39")
     page.run("document.querySelector('[data-kind=version]').click()")

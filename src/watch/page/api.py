@@ -215,7 +215,7 @@ class RunApi:
         with self._run(run) as reader:
             return next((row for row in reversed(reader.rows()) if row["step"] == step), {})
 
-    def evaluations(self, run: str) -> list[curves.Evaluated]:
+    def evaluations(self, run: str) -> list[curves.EvaluationResults]:
         """The results of all evaluations and validations."""
         with self._run(run) as reader:
             return curves.evaluations_of(reader.view.run.evals.rows())

@@ -48,7 +48,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResults:
     """The results of one evaluation or validation, oldest first: rows of evals.jsonl."""
 
     name: str
@@ -155,13 +155,13 @@ def thin(points: Sequence[tuple[float, int, float]], most: int) -> list[tuple[fl
     return [points[place] for place in sorted(chosen)]
 
 
-def evaluations_of(rows: Sequence[Row]) -> list[Evaluated]:
+def evaluations_of(rows: Sequence[Row]) -> list[EvaluationResults]:
     """The results of each evaluation and validation; of a policy and evaluation the newest row counts."""
     newest: dict[str, dict[tuple[Any, ...], Row]] = {}
     for row in rows:
         policy = (row["step"], str(row.get("branch")))
         newest.setdefault(str(row.get("name")), {})[policy] = row
     return [
-        Evaluated(name, sorted(found.values(), key=lambda row: row["step"]))
+        EvaluationResults(name, sorted(found.values(), key=lambda row: row["step"]))
         for name, found in sorted(newest.items())
     ]

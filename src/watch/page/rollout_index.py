@@ -413,7 +413,7 @@ def histogram(values: np.ndarray[Any, Any]) -> Histogram:
     if not len(values):
         return Histogram([], [])
     low, high = float(values.min()), float(values.max())
-    if low == high:
+    if low == high or not np.isfinite((high - low) * BINS):
         return Histogram([low, high], [len(values)])
     counts, edges = np.histogram(values, BINS, (low, high))
     return Histogram([float(edge) for edge in edges], [int(one) for one in counts])

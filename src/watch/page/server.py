@@ -57,7 +57,7 @@ LOCKED = (
 )
 
 
-class Guard:
+class TokenGuard:
     """Lets requests through that are for this machine, GET, and have the token; the rest learn nothing."""
 
     def __init__(self, app: ASGIApp, token: str):
@@ -105,7 +105,7 @@ def make_app(folder: Path, token: str) -> ASGIApp:
     api = RunApi(folder)
     routes = [Route(f"/api/{name}", _endpoint(ask), methods=["GET"]) for name, ask in _questions(api).items()]
     routes += [Route("/{name:path}", _static, methods=["GET"])]
-    return Guard(Starlette(routes=routes), token)
+    return TokenGuard(Starlette(routes=routes), token)
 
 
 async def _static(request: Request) -> Response:
@@ -119,14 +119,14 @@ async def _static(request: Request) -> Response:
     return Response(known[name].read_bytes(), media_type=kind, headers=HEADERS)
 
 
-def _endpoint(ask: Callable[["Arguments"], object]) -> Callable[[Request], Any]:
+def _endpoint(ask: Callable[["QueryArguments"], object]) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
         status = 200
         try:
-            content = await run_in_threadpool(_asked, ask, Arguments(request.query_params))
+            content = await run_in_threadpool(_asked, ask, QueryArguments(request.query_params))
         except UnknownRun as error:
             content, status = _json({"error": str(error)}), 404
-        except (UsageError, BadArgument) as error:
+        except (UsageError, BadQuery) as error:
             content, status = _json({"error": str(error)}), 400
         except (DamagedFile, CheckpointError) as error:
             content, status = _json({"error": str(error)}), 422
@@ -140,25 +140,25 @@ def _endpoint(ask: Callable[["Arguments"], object]) -> Callable[[Request], Any]:
     return answer
 
 
-def _asked(ask: Callable[["Arguments"], object], arguments: "Arguments") -> bytes:
+def _asked(ask: Callable[["QueryArguments"], object], arguments: "QueryArguments") -> bytes:
     return _json(ask(arguments))
 
 
-class BadArgument(Exception):
+class BadQuery(Exception):
     """A part of the question can't be understood; the message names it."""
 
 
-class Arguments:
+class QueryArguments:
     """The query of a request, read as what is expected."""
 
     def __init__(self, given: Mapping[str, str]):
         self._given = given
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text. Raises BadArgument if there is none, and no default."""
+        """A text. Raises BadQuery if there is none, and no default."""
         found = self._given.get(name, default)
         if found is None:
-            raise BadArgument(f"{name} is missing")
+            raise BadQuery(f"{name} is missing")
         return found
 
     def word(self, name: str) -> str | None:
@@ -171,16 +171,16 @@ class Arguments:
         try:
             value = default if found is None else int(found)
         except ValueError:
-            raise BadArgument(f"{name} = {found!r} is no whole number") from None
+            raise BadQuery(f"{name} = {found!r} is no whole number") from None
         if value is not None and abs(value) > (1 << 53):
-            raise BadArgument(f"{name} = {found!r} is too large")
+            raise BadQuery(f"{name} = {found!r} is too large")
         return value if most is None or value is None else max(min(value, most), 0)
 
     def count(self, name: str, default: int | None = None, most: int | None = None) -> int:
         """A whole number that must be there, unless there is a default."""
         found = self.whole(name, default, most)
         if found is None:
-            raise BadArgument(f"{name} is missing")
+            raise BadQuery(f"{name} is missing")
         return found
 
     def number(self, name: str) -> float | None:
@@ -189,27 +189,27 @@ class Arguments:
         try:
             return None if found is None else float(found)
         except ValueError:
-            raise BadArgument(f"{name} = {found!r} is no number") from None
+            raise BadQuery(f"{name} = {found!r} is no number") from None
 
     def flag(self, name: str) -> bool | None:
         """`1` or `0`; None if it is not there."""
         found = self.word(name)
         if found not in (None, "0", "1"):
-            raise BadArgument(f"{name} = {found!r} is neither 0 nor 1")
+            raise BadQuery(f"{name} = {found!r} is neither 0 nor 1")
         return None if found is None else found == "1"
 
     def choice(self, name: str, choices: tuple[Any, ...], default: Any) -> Any:
         """One of several texts."""
         found = self.word(name) or default
         if found not in choices:
-            raise BadArgument(f"{name} = {found!r}: there are {', '.join(choices)}")
+            raise BadQuery(f"{name} = {found!r}: there are {', '.join(choices)}")
         return found
 
 
-def _questions(api: RunApi) -> dict[str, Callable[[Arguments], object]]:
+def _questions(api: RunApi) -> dict[str, Callable[[QueryArguments], object]]:
     """What can be asked, by the last part of the path."""
 
-    def query(a: Arguments) -> RolloutQuery:
+    def query(a: QueryArguments) -> RolloutQuery:
         return RolloutQuery(
             first_step=a.whole("first_step"),
             last_step=a.whole("last_step"),
@@ -225,13 +225,13 @@ def _questions(api: RunApi) -> dict[str, Callable[[Arguments], object]]:
             sort=a.choice("sort", SORTS, "newest"),
         )
 
-    def points(a: Arguments) -> object:
+    def points(a: QueryArguments) -> object:
         keys = a.text("keys").split(",")
         most = a.count("most", MOST_POINTS, MOST_POINTS * 100)
         axis = a.choice("axis", AXES, "step")
         return api.points(a.text("run"), keys, axis, a.number("first"), a.number("last"), most)
 
-    def key(a: Arguments) -> tuple[str, int, int, int]:
+    def key(a: QueryArguments) -> tuple[str, int, int, int]:
         return a.text("run"), a.count("step"), a.count("place"), a.count("sample")
 
     return {

@@ -252,7 +252,7 @@ def test_any_value_becomes_json_and_comes_back(value: dict[str, Any]):
 def test_hostile_texts_arrive_as_they_are(tmp_path: Path, ask: Ask):
     hostile(tmp_path / "run")
     group = ask("group", "run=run&step=1&place=0")
-    assert [answer["text"]["text"][:40] for answer in group["answers"]][0] == HOSTILE[:40]
+    assert group["answers"][0]["text"]["text"] == HOSTILE
     assert group["answers"][0]["parts"] == {HOSTILE: 1.0}
     long = group["answers"][1]["text"]
     assert (len(long["text"]), long["characters"]) == (answers.BEGINNING, 5 + (1 << 20))
@@ -488,11 +488,8 @@ def test_what_is_not_done_in_time_is_said_and_done_by_the_next_calls(tmp_path: P
 
 @given(st.lists(st.one_of(st.floats(), st.integers(-5, 5).map(float)), max_size=60))
 def test_a_histogram_counts_each_number_once(values: list[float]):
-    try:
+    with np.errstate(over="ignore"):
         found = histogram(np.array(values, "f8"))
-    except ValueError:  # numpy can't make bars of a range as wide as all numbers
-        assert max(map(abs, filter(math.isfinite, values))) > 1e300
-        return
     assert sum(found.counts) == sum(map(math.isfinite, values))
     assert list(found.edges) == sorted(found.edges)
 
