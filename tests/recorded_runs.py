@@ -243,7 +243,8 @@ def _history(run: RunDirectory) -> None:
     for event in (
         {"time": BEGAN + 95, "event": "restart", "role": "orchestrator", "step": 14,
          "reason": "died (signal 9)", "how": "is started again"},
-        {"time": BEGAN + 150, "event": "change", "step": 30, "name": "optimizer.lr", "was": 2e-4, "now": 1e-4},
+        {"time": BEGAN + 150, "event": "change", "step": 30, "name": "optimizer.lr",
+         "was": 2e-4, "now": 1e-4},
         {"time": BEGAN + 190, "event": "attempt", "number": 2, "idle": 22.0, **argv},
         {"time": BEGAN + 191, "event": "recompute", "steps": 4},
     ):  # fmt: skip

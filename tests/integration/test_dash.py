@@ -82,7 +82,7 @@ def asked(address: str, question: str) -> Any:
 
 
 def test_a_newcomer_finds_why_a_run_does_not_learn(page: Browser):
-    """The list of runs says which, one click says why, the next one shows it; nothing needs to be scrolled."""
+    """The list of runs says which, one click says why, the next one shows it, without scrolling."""
     page.sees("nothing learned, no spread", "#runs")
     page.click('#side .run[data-run="flat"]')
     page.sees("96 of 96 prompts taught nothing in steps 1 to 12 (all answers alike: 96 all wrong).")
@@ -113,9 +113,8 @@ def test_a_click_on_a_curve_opens_the_answers_of_its_step(page: Browser, folder:
 def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
     page.go("run=busy")
     page.wait("document.querySelectorAll('.charts .value[data-exact]').length == 8")
-    shown = page.run(
-        "Object.fromEntries([...document.querySelectorAll('.charts section')].map(one => [one.dataset.key, one.querySelector('.value').dataset.exact]))"
-    )
+    keys = page.run(each(".charts section", "one.dataset.key"))
+    shown = dict(zip(keys, page.run(each(".charts .value", "one.dataset.exact")), strict=True))
     frame = cairn.Run(folder / "busy").metrics
     assert {key: float(value) for key, value in shown.items()} == {
         key: frame[key].dropna().iloc[-1] for key in shown
@@ -156,9 +155,8 @@ def test_hostile_texts_are_shown_and_not_executed(page: Browser):
     for view in VIEWS:
         page.go(f"run=hostile&view={view}")
         page.run("new Promise(done => setTimeout(done, 300))")
-        found = page.run(
-            "[document.querySelectorAll('#app script, #app img:not([src=\"icon.svg\"]), #app [onerror]').length, document.title]"
-        )
+        active = "#app script, #app img:not([src='icon.svg']), #app [onerror]"
+        found = page.run(f"[document.querySelectorAll({json.dumps(active)}).length, document.title]")
         assert found == [0, "hostile \u00b7 Cairn"]
     assert page.run("document.querySelector('#view').innerText").count("Traceback") == 0
     page.go("run=hostile&view=rollouts&step=1&place=0")
@@ -172,15 +170,11 @@ def test_hostile_texts_are_shown_and_not_executed(page: Browser):
 
 def test_markup_can_not_even_be_parsed_by_mistake(page: Browser):
     """The browser itself refuses it in this page, and scripts from anywhere else."""
-    refused = page.run(
-        "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'no'; } catch (error) { return error.name; } })()"
-    )
+    page.run("window.tried = run => { try { return String(run()); } catch (error) { return error.name; } }")
+    refused = page.run("tried(() => { document.body.innerHTML = '<b>x</b>'; })")
     assert refused == "TypeError"
     assert page.run("fetch('http://127.0.0.1:1/').then(() => 'no', error => error.name)") == "TypeError"
-    assert (
-        page.run("(() => { try { return eval('1'); } catch (error) { return error.name; } })()")
-        == "EvalError"
-    )
+    assert page.run("tried(() => eval('1'))") == "EvalError"
     policy = [
         one for one in page.errors if "Trusted" in one or "Content Security Policy" in one or "Refused" in one
     ]
@@ -257,12 +251,8 @@ def test_a_bar_of_the_histogram_selects_its_rollouts(page: Browser):
     count = page.run("[...document.querySelectorAll('.histogram .bar')].at(-1).dataset.count")
     page.click(".histogram .bar:last-of-type .back")
     page.wait(f"document.getElementById('total')?.dataset.exact == '{count}'")
-    assert (
-        page.run(
-            "new Set([...document.querySelectorAll('#rollouts b[data-exact]')].map(one => one.dataset.exact)).size"
-        )
-        == 1
-    )
+    shown = page.run(each("#rollouts b[data-exact]", "one.dataset.exact"))
+    assert len(set(shown)) == 1
 
 
 def test_a_curve_is_saved_as_a_table_and_as_a_picture(page: Browser, folder: Path, tmp_path: Path):

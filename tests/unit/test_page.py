@@ -193,9 +193,9 @@ def test_the_page_itself_names_nothing_outside_and_parses_no_markup():
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, cairn.watch.page.server; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    code = "import sys, cairn.watch.page.server; print(' '.join(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert not {"torch", "ray", "vllm", "transformers"} & set(found.stdout.split())
 
 
 # What is answered
@@ -682,10 +682,7 @@ def test_a_page_listens_on_this_machine_only_and_ends_with_ctrl_c(tmp_path: Path
             )
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert b'"id": "run"' in answer
-        with pytest.raises(OSError):
-            socket.create_connection(
-                (socket.gethostbyname(socket.gethostname()).replace("127.0.0.1", "127.0.0.2"), int(match[1])),
-                timeout=10,
-            )
+        with pytest.raises(ConnectionRefusedError):  # only 127.0.0.1 itself is listened on
+            socket.create_connection(("127.0.0.2", int(match[1])), timeout=10)
         process.send_signal(2)
         assert process.wait(60) == 0
