@@ -31,7 +31,13 @@ from cairn.watch.page.rollout_index import FoundRollouts, RolloutIndex, RolloutQ
 LOOK_SECONDS = 2.0
 """For so long a list of the runs below a folder is kept."""
 ALIVE_SECONDS = 1.0
-"""For so long the overview of a run that is going on is kept, and 20 times as long as it took."""
+"""For so long the overview of a run that is going on is kept if its files are the same."""
+ENDED_SECONDS = 30.0
+"""Likewise, of a run that has ended."""
+LEDGER_SECONDS = 5.0
+"""For so long what the ledger says is kept."""
+SHARE = 20
+"""As many times as long as the overview took it is kept in any case."""
 Value = TypeVar("Value")
 
 
@@ -67,12 +73,14 @@ class RunReader:
         self.view = RunView(path)
         self.index = RolloutIndex(KeptRollouts(self.view.run.rollouts))
         self._kept: dict[str, tuple[object, float, Any]] = {}
+        self._glance: tuple[Overview, str, float] | None = None
+        self._decoder: answers.Decoder | None = None
 
     def stamp(self) -> str:
         """Changes when any file of the run does that the page shows."""
         run = self.view.run
         paths = [run.metrics.path, run.history.path, run.roles, run.evals.path, run.rollouts, run.config]
-        paths += [run.ledger, self.view.checkpoints(), run.path / "stop.json"]
+        paths += [self.view.checkpoints(), run.path / "stop.json"]
         found = [f"{run.is_locked():d}"]
         for path in paths:
             try:
@@ -97,12 +105,24 @@ class RunReader:
         """The rows of metrics.jsonl."""
         return self.view.metrics()
 
-    def overview(self) -> Overview:
-        """The run at a glance; of one that is going on, as it was a moment ago."""
-        seconds = getattr(self, "_took", 0.0) * 20 + ALIVE_SECONDS
-        shown = self.kept("overview", lambda: overview(self.view, here=str(self.path)), seconds=seconds)
-        self._took = shown.seconds
-        return shown
+    def overview(self) -> tuple[Overview, str]:
+        """The run at a glance and the stamp before it; at most a twentieth of a core is spent on it."""
+        stamp, now = self.stamp(), time.monotonic()
+        if self._glance is not None:
+            shown, earlier, made = self._glance
+            since, alive = now - made, shown.state in ("running", "stopping")
+            fresh = stamp == earlier and since < (ALIVE_SECONDS if alive else ENDED_SECONDS)
+            if fresh or since < SHARE * shown.seconds:
+                return shown, earlier
+        shown = overview(self.view, here=str(self.path))
+        self._glance = shown, stamp, now
+        return shown, stamp
+
+    def decoder(self) -> answers.Decoder | None:
+        """What makes texts of the run's tokens, once it is found: the tokenizer stays the same."""
+        if self._decoder is None:
+            self._decoder = answers.decoder_in(_models(self.view))
+        return self._decoder
 
 
 class RunApi:
@@ -146,7 +166,7 @@ class RunApi:
     def _line(self, reader: RunReader) -> RunLine:
         with reader.lock:
             try:
-                shown = reader.overview()
+                shown, _ = reader.overview()
             except DamagedFile as error:
                 return RunLine(reader.id, str(reader.path), damaged=str(error))
             last = reader.view.run.last_sign()
@@ -175,8 +195,7 @@ class RunApi:
     def overview(self, run: str) -> dict[str, Any]:
         """The run at a glance; its curves without their points, and the stamp that `pulse` had before it."""
         with self._run(run) as reader:
-            stamp = reader.stamp()
-            shown = reader.overview()
+            shown, stamp = reader.overview()
             labels = curves.labels_of(shown.command, reader.rows())
             config = reader.view.snapshot().config
         found = dataclasses.asdict(dataclasses.replace(shown, curves=[]))
@@ -280,7 +299,7 @@ class RunApi:
         """The sampled tokens of a turn."""
         with self._run(run) as reader:
             rows = _whole(reader.index.kept, [(step, place, sample)], SCHEMA.names)
-            decoder = reader.kept("decoder", lambda: answers.decoder_in(_models(reader.view)))
+            decoder = reader.decoder()
         if not rows or not 0 <= turn < len(rows[0]["turns"] or []):
             raise UsageError(f"there is no turn {turn} of rollout {step}/{place}/{sample}")
         return answers.tokens_of(rows[0], turn, decoder)
@@ -349,7 +368,7 @@ def _summary(reader: RunReader) -> Any:
     run = reader.view.run
     beside = any(Path(f"{run.ledger}{end}").exists() for end in ("-wal", "-journal"))
     quiet = not beside and not run.is_locked()  # nobody writes to it, and opening it must not create files
-    return reader.kept("ledger", lambda: read_summary(run.ledger, immutable=quiet))
+    return reader.kept("ledger", lambda: read_summary(run.ledger, immutable=quiet), seconds=LEDGER_SECONDS)
 
 
 def _whole(kept: KeptRollouts, keys: Sequence[tuple[int, int, int]], columns: Sequence[str]) -> list[Row]:
