@@ -560,4 +560,17 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main())  # Who may look at a run
+    (
+        M(
+            "page without its token",
+            "TokenGuard._refused",
+            "not hmac.compare_digest(given, self._token)",
+            "not given",
+            "test_page",
+        ),
+    )
+    (M("page for any host", "TokenGuard._refused", "_name_of(hosts[0]) not in HOSTS", "False", "test_page"),)
+    (M("page for any method", "TokenGuard._refused", 'scope["method"] != "GET"', "False", "test_page"),)
+    (M("page for other machines", "listen", "(HOST, one)", '("", one)', "test_page"),)
+    (M("page runs what a run names", "advantages", "settings.type in BUILT_IN", "True", "test_page"),)

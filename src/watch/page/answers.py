@@ -70,16 +70,20 @@ class AdvantageNote:
     exact: bool
 
 
-def listed(row: Row) -> dict[str, Any]:
-    """A rollout as a line of a list: texts cut to what fits."""
+def listed(row: Row, searched: str = "") -> dict[str, Any]:
+    """A rollout as a line of a list: texts cut to what fits, around the text that was searched for."""
     prompt, text = row.pop("prompt", None) or "", row.get("text") or ""
-    return {**row, "question": cell(question(prompt)), "text": cell(text), "characters": len(text)}
+    asked = question(prompt)
+    return {**row, "question": cell(asked, searched), "text": cell(text, searched), "characters": len(text)}
 
 
-def cell(text: str) -> str:
-    """A text in one line, cut to `CELL` characters."""
-    line = " ".join(text[: 8 * CELL].split())
-    return line if len(line) <= CELL else f"{line[: CELL - 3]}..."
+def cell(text: str, searched: str = "") -> str:
+    """A text in one line, cut to `CELL` characters, around what was searched for if that is in it."""
+    at = text.lower().find(searched.lower()) if searched else -1
+    begin = max(at - CELL // 3, 0) if at > CELL // 2 else 0
+    line = " ".join(text[begin : begin + 8 * CELL].split())
+    line = line if len(line) <= CELL else f"{line[: CELL - 3]}..."
+    return f"...{line}" if begin else line
 
 
 def beginning(text: str | None, whole: bool = False) -> TextPart:

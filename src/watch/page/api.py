@@ -247,7 +247,11 @@ class RunApi:
             found: FoundRollouts = reader.index.find(query, begin, count)
             rows = _whole(reader.index.kept, found.keys, answers.LISTED)
             about = {"steps": _ends(reader.index.steps()), "environments": reader.index.environments()}
-        return {**dataclasses.asdict(found), **about, "rows": [answers.listed(row) for row in rows]}
+        return {
+            **dataclasses.asdict(found),
+            **about,
+            "rows": [answers.listed(row, query.text) for row in rows],
+        }
 
     def prompts(self, run: str, step: int) -> dict[str, Any]:
         """The prompts of a step with the rewards of their answers, and the steps before and after it."""

@@ -1,7 +1,7 @@
 // Curves on a canvas: several runs in one picture, smoothed, read by hovering, opened by a click.
 
 import { h } from "./dom.js";
-import { exact, short, span } from "./format.js";
+import { exact, onClock, short, span } from "./format.js";
 
 export const COLORS = ["#3b6fd4", "#d9662b", "#1b9a6c", "#a853c0", "#b58900", "#d0456b", "#2a9fb3", "#7d7266"];
 const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 26;
@@ -15,6 +15,17 @@ export function ticks(low, high, wanted) {
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-6 && found.length < 50; tick += step)
     found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
+  return found;
+}
+
+const UNITS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
+
+/** Round lengths of time between `low` and `high`, in seconds, about `wanted` of them. */
+export function timeTicks(low, high, wanted) {
+  const raw = (high - low) / Math.max(wanted, 1), step = UNITS.find((one) => one >= raw);
+  if (raw < 1 || !step) return ticks(low, high, wanted);
+  const found = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) found.push(tick);
   return found;
 }
 
@@ -119,7 +130,7 @@ export class Chart {
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    const rungs = ticks(scale.low, scale.high, Math.max(2, Math.floor((height - TOP - BOTTOM) / 34)));
+    const rungs = ticks(scale.low, scale.high, Math.max(2, Math.floor((height - TOP - BOTTOM) / 28)));
     for (const tick of rungs) {
       const y = Math.round(py(tick)) + 0.5;
       pen.beginPath();
@@ -130,7 +141,7 @@ export class Chart {
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
-    const marks = ticks(scale.first, scale.last, Math.floor((width - LEFT - RIGHT) / 90));
+    const marks = (this.axis === "time" ? timeTicks : ticks)(scale.first, scale.last, Math.floor((width - LEFT - RIGHT) / 90));
     for (const tick of marks) {
       if (this.axis === "step" && !Number.isInteger(tick)) continue;
       pen.fillText(this.#onAxis(tick), Math.min(px(tick), width - RIGHT - 14), height - BOTTOM + 7);
@@ -171,7 +182,7 @@ export class Chart {
   }
 
   #onAxis(value) {
-    if (this.axis === "time") return span(value);
+    if (this.axis === "time") return onClock(value);
     return short(value);
   }
 

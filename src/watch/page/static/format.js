@@ -45,6 +45,15 @@ export function span(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+/** A length of time on an axis: without rounding, in the unit that fits. */
+export function onClock(seconds) {
+  const two = (number) => String(number).padStart(2, "0"), part = (whole, rest, unit) => `${whole}${rest ? `:${two(rest)}` : ""} ${unit}`;
+  if (seconds < 120 || !Number.isInteger(seconds)) return `${Number(seconds.toPrecision(4))} s`;
+  if (seconds < 7200) return part(Math.floor(seconds / 60), seconds % 60, "min");
+  if (seconds < 172800) return part(Math.floor(seconds / 3600), Math.floor((seconds % 3600) / 60), "h");
+  return `${Number((seconds / 86400).toPrecision(4))} d`;
+}
+
 export const ago = (seconds) => (seconds === null || seconds === undefined ? "" : `${span(seconds)} ago`);
 
 /** A moment, in seconds since 1970, on this clock. */

@@ -220,11 +220,22 @@ function listMode(root, context) {
       ["reward", (row) => (row.reward === null ? h("span", { class: "bad" }, "failed") : h("b", { title: exact(row.reward), data: { exact: exact(row.reward) } }, short(row.reward))), "num"],
       ["end", (row) => (row.finish_reason === "length" ? h("span", { class: "warn" }, "length") : row.finish_reason ?? ""), "nowrap"],
       ["tokens", (row) => count(row.tokens), "num"],
-      ["question", (row) => h("span", { class: "line-text", dir: "auto" }, shown(row.question))],
-      ["answer", (row) => h("span", { class: "line-text", dir: "auto" }, row.failed ? h("span", { class: "bad" }, shown(row.failed)) : shown(row.text))],
+      ["question", (row) => lines(row.question)],
+      ["answer", (row) => (row.failed ? lines(row.failed, "bad") : lines(row.text))],
     ], found, { open: openRow, current: (_, place) => place === chosen, id: "rollouts" }) : h("p", { class: "quiet" }, "no rollout is selected"),
     found.length && found.length < total && found.length < 500 ? button(`more (${count(total - found.length)})`, more) : null,
     found.length >= 500 && total > 500 ? h("p", { class: "quiet" }, "These are the first 500: filter or sort to see others.") : null);
+  }
+
+  // At most three lines of a text, with what was searched for marked.
+  function lines(text, kind = "") {
+    const clean = shown(text), needle = (read().q ?? "").toLowerCase(), pieces = [];
+    let from = 0;
+    for (let at = needle ? clean.toLowerCase().indexOf(needle) : -1; at >= 0 && pieces.length < 20; at = clean.toLowerCase().indexOf(needle, from)) {
+      pieces.push(clean.slice(from, at), h("mark", null, clean.slice(at, at + needle.length)));
+      from = at + needle.length;
+    }
+    return h("div", { class: `line-text three ${kind}`, dir: "auto" }, pieces, clean.slice(from));
   }
 
   async function more() {

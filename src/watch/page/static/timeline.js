@@ -2,22 +2,24 @@
 
 import { ask } from "./api.js";
 import { shares } from "./bars.js";
-import { ticks } from "./chart.js";
+import { timeTicks } from "./chart.js";
 import { button, fill, h, s, table } from "./dom.js";
-import { clock, several, shown, span } from "./format.js";
+import { clock, onClock, several, shown, span } from "./format.js";
 import { elsewhere, go, read } from "./state.js";
 
 const PHASES = { "time/wait": "the trainer waits for a batch", "time/step": "the trainer computes", "time/validation": "validations, part of computing", "time/save_stall": "the trainer stands still for a save", "time/generate": "servers generate", "time/server_idle": "servers have nothing to do", "time/push": "servers load new weights", "time/reward": "a call of the environment, on average" };
 const KIND = { attempt: "#3b6fd4", restart: "#d0456b", saved: "#1b9a6c", recompute: "#d9662b", change: "#a853c0" };
-const WIDTH = 1100, LEFT = 120;
+const LEFT = 70;
 
 export function open(root) {
-  let closed = false, found = null, range = null, many = 500;
+  let closed = false, found = null, range = null, many = 500, drawnAt = 0;
   const drawing = h("div", { class: "panel" }), below = h("div", { class: "two" }), events = h("div", { class: "panel" });
   fill(root, drawing, below, events);
+  new ResizeObserver(() => closed || !found || Math.abs(drawing.clientWidth - drawnAt) < 2 || draw()).observe(drawing);
 
   function draw() {
-    const { steps, marks } = found;
+    const { steps, marks } = found, WIDTH = Math.max(drawing.clientWidth - 28, 500);
+    drawnAt = drawing.clientWidth;
     if (!steps.length && !marks.length) return fill(root, h("div", { class: "note" }, "Nothing has happened yet."));
     // What lies far from the steps, as a copy's times may, is in the list of events only.
     const times = steps.length ? [steps[0].begin, steps.at(-1).end] : marks.map((mark) => mark.time), slack = (times.at(-1) - times[0]) / 10;
@@ -26,7 +28,8 @@ export function open(root) {
     const [first, last] = range ?? (whole[0] === whole[1] ? [whole[0] - 1, whole[1] + 1] : whole);
     const x = (time) => LEFT + ((Math.min(Math.max(time, first), last) - first) / (last - first)) * (WIDTH - LEFT - 10);
     const inside = (begin, end) => end >= first && begin <= last;
-    const lanes = ["trainer", "servers", "saves", "events"], y = (name) => 14 + lanes.indexOf(name) * 40, height = 14 + lanes.length * 40 + 24;
+    const served = steps.some((one) => one.phases["time/generate"] !== undefined), saved = marks.some((mark) => mark.kind === "saved" && mark.time >= first && mark.time <= last);
+    const lanes = ["trainer", served && "servers", saved && "saves", "events"].filter(Boolean), y = (name) => 14 + lanes.indexOf(name) * 40, height = 14 + lanes.length * 40 + 24;
     const parts = [], bar = (begin, end, lane, color, title, run) => {
       if (end > begin && inside(begin, end)) parts.push(s("rect", { x: x(begin), y: y(lane), width: Math.max(x(end) - x(begin), 0.6), height: 24, fill: color, cursor: run ? "pointer" : null, on: run ? { click: run } : {} }, s("title", null, title)));
     };
@@ -34,6 +37,7 @@ export function open(root) {
       const open_ = () => go(elsewhere("rollouts", { step: one.step }));
       bar(one.begin, one.work, "trainer", "#d9662b66", `step ${one.step}: waits ${span(one.work - one.begin)}`, open_);
       bar(one.work, one.end, "trainer", "#3b6fd4", `step ${one.step}: computes ${span(one.end - one.work)}`, open_);
+      if (!served) continue;
       // Servers' times are sums since the last batch: they are laid where they must have been, before the step.
       const push = one.phases["time/push"] ?? 0, generate = one.phases["time/generate"] ?? 0;
       bar(one.end, one.end + push, "servers", "#a853c0", `weights of step ${one.step}: loading takes ${span(push)}`);
@@ -54,9 +58,9 @@ export function open(root) {
         button("+", zoom(0.5, 0), { class: "small", title: "closer" }), button("−", zoom(2, 0), { class: "small", title: "further" }), button("◀", zoom(1, -0.4), { class: "small" }), button("▶", zoom(1, 0.4), { class: "small" }), button("all", zoom(0, 0), { class: "small" }),
         found.total > steps.length ? button(`all ${several(found.total, "step")} (now the newest ${steps.length})`, () => { many = found.total; load(); }, { class: "small" }) : null),
       s("svg", { class: "tree lanes", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": "time line" },
-        ticks(0, last - first, 8).map((tick) => [s("line", { x1: x(first + tick), x2: x(first + tick), y1: 6, y2: height - 22 }), s("text", { x: x(first + tick), y: height - 6, "text-anchor": "middle" }, tick ? `+${span(tick)}` : "")]),
+        timeTicks(0, last - first, WIDTH / 110).map((tick) => [s("line", { x1: x(first + tick), x2: x(first + tick), y1: 6, y2: height - 22 }), s("text", { x: x(first + tick), y: height - 6, "text-anchor": "middle" }, tick ? `+${onClock(tick)}` : "")]),
         lanes.map((lane) => s("text", { x: 4, y: y(lane) + 16 }, lane)), parts),
-      h("div", { class: "legend" }, [["#3b6fd4", "computes"], ["#d9662b66", "waits for a batch"], ["#1b9a6c99", "servers generate"], ["#a853c0", "servers load weights"], ["#1b9a6c", "saved"], ["#d0456b", "restart"]].map(([color, name]) => h("span", null, h("i", { class: "dot", style: { background: color } }), name))),
+      h("div", { class: "legend" }, [["#3b6fd4", "computes"], ["#d9662b66", "waits for a batch"], ...(served ? [["#1b9a6c99", "servers generate"], ["#a853c0", "servers load weights"]] : []), ["#1b9a6c", "saved"], ["#d0456b", "restart"]].map(([color, name]) => h("span", null, h("i", { class: "dot", style: { background: color } }), name))),
       h("p", { class: "quiet" }, "Steps lie where metrics.jsonl and history.jsonl put them. Servers' times are sums of a step, laid before it."));
   }
 

@@ -33,6 +33,6 @@ export function tokenView(found) {
     h("div", { class: "bar-line" }, buttons, legend),
     box,
     h("p", { class: "quiet" }, `${count(found.count)} tokens`, found.count > found.ids.length ? ` (the first ${count(found.ids.length)} are shown)` : "", values.length ? `, mean logprob ${short(mean)}` : "",
-      found.learned ? "; all of them are learned" : "; none of them is learned: the answer was not trained on",
+      found.learned ? "; the answer was trained on" : "; the answer was not trained on",
       found.texts ? "" : "; the run's tokenizer is not at hand, so these are the ids"));
 }
