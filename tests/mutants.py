@@ -402,6 +402,18 @@ MUTANTS = (
         "test_sinks",
     ),
     M("tracebacks repeat", "OnlyOnce.filter", "== 1:", ">= 1:", "test_logs"),
+    # Who may look at a run
+    M(
+        "page without its token",
+        "TokenGuard._refused",
+        "not hmac.compare_digest(given, self._token)",
+        "not given",
+        "test_page",
+    ),
+    M("page for any host", "TokenGuard._refused", "_name_of(hosts[0]) not in HOSTS", "False", "test_page"),
+    M("page for any method", "TokenGuard._refused", 'scope["method"] != "GET"', "False", "test_page"),
+    M("page for other machines", "listen", "(HOST, one)", '("", one)', "test_page"),
+    M("page runs what a run names", "advantages", "settings.type in BUILT_IN", "True", "test_page"),
 )
 
 
@@ -560,17 +572,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())  # Who may look at a run
-    (
-        M(
-            "page without its token",
-            "TokenGuard._refused",
-            "not hmac.compare_digest(given, self._token)",
-            "not given",
-            "test_page",
-        ),
-    )
-    (M("page for any host", "TokenGuard._refused", "_name_of(hosts[0]) not in HOSTS", "False", "test_page"),)
-    (M("page for any method", "TokenGuard._refused", 'scope["method"] != "GET"', "False", "test_page"),)
-    (M("page for other machines", "listen", "(HOST, one)", '("", one)', "test_page"),)
-    (M("page runs what a run names", "advantages", "settings.type in BUILT_IN", "True", "test_page"),)
+    sys.exit(main())

@@ -300,7 +300,7 @@ def _logs(run: RunDirectory) -> None:
 
 def hostile(path: Path) -> RunDirectory:
     """A run whose texts do what they can: markup, control characters, directions, a megabyte in one line."""
-    run = make(path, **{f"eval/{HOSTILE}/reward": 0.5})
+    run = make(path, "rl", "done", 4, **{f"eval/{HOSTILE}/reward": 0.5})
     long = "long " + "x" * (1 << 20)
     keep(
         run,

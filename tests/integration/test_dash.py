@@ -184,7 +184,7 @@ def test_markup_can_not_even_be_parsed_by_mistake(page: Browser):
 
 def test_a_live_run_is_followed(page: Browser, folder: Path):
     """Its steps, its rollouts and its end appear without a key or a click; so does a run that begins."""
-    run = make(folder / "live", state="running", steps=2, **{"reward/mean": 0.25})
+    run = make(folder / "live", "rl", "running", 2, **{"reward/mean": 0.25})
     keep(run, 1, [rollout(1, 0, sample) for sample in range(3)])
     lock(run)
     try:

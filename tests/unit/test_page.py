@@ -547,8 +547,9 @@ def test_the_account_says_where_every_prompt_is(tmp_path: Path):
     run = busy(tmp_path / "run", steps=20)
     account = RunApi(tmp_path).account("run")
     assert account is not None
-    total = lambda name: sum(getattr(one, name) for one in account.environments)  # noqa: E731
-    lost = sum(sum(one.discarded.values()) for one in account.environments)
+    rows = account.environments
+    total = lambda name: sum(getattr(one, name) for one in rows)  # noqa: E731
+    lost = sum(sum(one.discarded.values()) for one in rows)
     assert account.whole
     assert (total("issued"), total("trained"), total("waiting"), lost) == (129, 120, 5, 4)
     assert total("issued") == total("trained") + total("shipped") + total("waiting") + lost + total("again")
