@@ -394,7 +394,9 @@ QUERIES = st.fixed_dictionaries(
         "failed": st.booleans(),
         "trained": st.booleans(),
         "end": st.sampled_from(["stop", "length"]),
-        "text": st.sampled_from(["beta", "BETA", "tw", "broke", "\u00e4RGER", "abab", "zz", "assistant"]),
+        "text": st.sampled_from(
+            ["beta", "BETA", "tw", "broke", "\u00e4RGER", "abab", "ba", "a", "zz", "assistant"]
+        ),
         "sort": st.sampled_from(SORTS),
     },
 )
@@ -535,10 +537,11 @@ def test_advantages_are_those_of_the_orchestrator(tmp_path: Path):
     kept = [row for row in KeptRollouts(run.rollouts).read(1) if row["trained"]]
     (own,) = answers._groups(kept)
     assert [answer["advantage"] for answer in group["answers"]] == [*map(np.float32, Grpo()(own)), None]
-    config["orchestrator"]["advantage"] = {"type": "os:abort", "args": {}}  # user code, which is not run here
+    config["orchestrator"]["advantage"] = {"type": "this:zen", "args": {}}  # user code, which is not run here
     write_json(run.config, config)
     group = RunApi(tmp_path).group("run", 1, 0)
-    assert (group["advantages"].how, group["advantages"].exact) == ("os:abort", False)
+    assert (group["advantages"].how, group["advantages"].exact) == ("this:zen", False)
+    assert "this" not in sys.modules
     assert [answer["advantage"] for answer in group["answers"]] == [-0.4375, 0.5625, 0.0625, -0.1875, None]
     assert not group["flat"]
 
@@ -671,23 +674,33 @@ def test_a_port_in_use_and_a_folder_that_is_not_there_are_told(tmp_path: Path, c
     assert (code, "a port is a number from 0 to 65535" in said) == (2, True)
 
 
-def test_a_page_listens_on_this_machine_only_and_ends_with_ctrl_c(tmp_path: Path):
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", int, str]]:
+    """The command as users start it, at a free port: the process, the port and the token."""
     make(tmp_path / "run")
     code = "import sys; from cairn.launch.main import dash; sys.exit(dash())"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), "--port", "0"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("1 run in ")
-        match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/\n", process.stdout.readline())
-        assert match
-        with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
-            connection.sendall(
-                f"GET /{match[2]}/api/runs HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
-            )
-            answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        assert b'"id": "run"' in answer
-        with pytest.raises(ConnectionRefusedError):  # only 127.0.0.1 itself is listened on
-            socket.create_connection(("127.0.0.2", int(match[1])), timeout=10)
-        process.send_signal(2)
-        assert process.wait(60) == 0
+    command = [sys.executable, "-c", code, str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("1 run in ")
+            match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/\n", process.stdout.readline())
+            assert match
+            yield process, int(match[1]), match[2]
+        finally:
+            process.kill()
+
+
+def test_a_page_listens_on_this_machine_only_and_ends_with_ctrl_c(
+    served: tuple["subprocess.Popen[str]", int, str],
+):
+    process, port, token = served
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        question = f"GET /{token}/api/runs HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        connection.sendall(question.encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b'"id": "run"' in answer
+    with pytest.raises(ConnectionRefusedError):  # only 127.0.0.1 itself is listened on
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+    process.send_signal(2)
+    assert process.wait(60) == 0

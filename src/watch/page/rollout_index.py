@@ -119,19 +119,28 @@ class _Texts:
 
     def mark(self, needle: bytes, hits: np.ndarray[Any, Any]) -> None:
         """Set `hits` of the rows in whose text the needle is."""
-        at, found = self.content.find(needle), list[int]()
+        places = list[int]()
+        at = self.content.find(needle)
         while at >= 0:
-            one = int(np.searchsorted(self.starts, at, side="right")) - 1
-            end = int(self.starts[one + 1])
-            if at + len(needle) <= end:
-                found.append(one)
-                at = self.content.find(needle, end)
-            else:
-                at = self.content.find(needle, at + 1)
+            places.append(at)
+            at = self.content.find(needle, at + len(needle))
+        if not places:
+            return
+        found = np.array(places, "i8")
+        texts = np.searchsorted(self.starts, found, side="right") - 1
+        inside = found + len(needle) <= self.starts[texts + 1]
+        chosen = set(texts[inside].tolist())
+        for at in found[~inside]:  # over the end of a text, perhaps in front of a place that is in one
+            last = np.searchsorted(self.starts, at + 2 * len(needle), side="right")
+            for text in range(
+                int(np.searchsorted(self.starts, at, side="right")) - 1, min(last, len(self.starts) - 1)
+            ):
+                if self.content.find(needle, int(self.starts[text]), int(self.starts[text + 1])) >= 0:
+                    chosen.add(text)
         if self.codes is not None:
-            hits |= np.isin(self.codes, np.array(found, "i4"))
+            hits |= np.isin(self.codes, np.array(sorted(chosen), "i4"))
         else:
-            hits[self.rows[found]] = True
+            hits[self.rows[sorted(chosen)]] = True
 
 
 @dataclass
