@@ -208,6 +208,14 @@ def test_a_live_run_is_followed(page: Browser, folder: Path):
         page.wait("document.getElementById('total')?.dataset.exact == '3'")
         keep(run, 2, [rollout(2, 1, sample) for sample in range(4)])
         page.wait("document.getElementById('total')?.dataset.exact == '7'")
+        page.go("run=live&view=logs")
+        page.sees("There is no log yet")
+        (run.logs / "trainer.log").write_text("INFO first\n")
+        page.go("run=live&view=logs&log=trainer.log")
+        page.sees("INFO first", "#log")
+        with open(run.logs / "trainer.log", "a") as log:
+            log.write("INFO second\n")
+        page.sees("INFO second", "#log")
     finally:
         run.set_role("trainer", "done")
         run.unlock()

@@ -7,16 +7,18 @@ import { change, read } from "./state.js";
 
 const WRONG = /\b(ERROR|CRITICAL|FATAL|Traceback)\b|^(?:\w+\.)*\w*(?:Error|Exception)\b/, WARNING = /\bWARN(ING)?\b/;
 
+const ERRORS = 15000;
+
 export function open(root) {
   const errors = h("div", { class: "panel" }), bar = h("div", { class: "bar-line" }), box = h("pre", { class: "log", id: "log" });
-  let closed = false, page = null, lines = [], files = [], opened = null;
+  let closed = false, page = null, lines = [], files = [], looked = 0;
   fill(root, errors, bar, box);
 
   function drawErrors(found) {
     const bad = found.filter((one) => one.level === "error"), warnings = found.filter((one) => one.level !== "error");
     const list = (rows) => table([
       ["times", (one) => h("b", null, count(one.count)), "num"], ["log", (one) => shown(one.log), "nowrap"],
-      ["newest", (one) => h("details", { open: opened === `${one.log} ${one.at}` }, h("summary", { class: "line-text" }, shown(one.text)), h("pre", { class: "text" }, one.details.map(shown).join("\n")), button("in the log", () => change({ log: one.log, at: one.at }), { class: "small" }))],
+      ["newest", (one) => h("details", null, h("summary", { class: "line-text" }, shown(one.text)), h("pre", { class: "text" }, one.details.map(shown).join("\n")), button("in the log", () => change({ log: one.log, at: one.at }), { class: "small" }))],
     ], rows);
     fill(errors, h("h2", null, bad.length ? several(bad.length, "error") : "No errors"), bad.length ? list(bad) : h("p", { class: "good" }, "No log reports an error."),
       warnings.length ? h("details", null, h("summary", null, several(warnings.length, "warning")), list(warnings)) : null);
@@ -37,19 +39,23 @@ export function open(root) {
   async function earlier() {
     const found = await ask("log", { run: read().run, name: page.name, before: page.begin });
     lines = [...found.lines.slice(0, -1), ...lines];
-    page = { ...page, begin: found.begin };
+    page = { ...page, begin: found.begin, extended: true };
     drawBar();
     draw(false);
     box.scrollTop = 0;
   }
 
+  // Looking for errors reads the ends of all logs, so while a run goes on that is done less often.
   async function load(atEnd = true) {
     const state = read();
     try {
-      const found = await ask("logs", { run: state.run });
-      if (closed) return;
-      files = found.files;
-      drawErrors(found.errors);
+      if (atEnd || Date.now() - looked > ERRORS) {
+        looked = Date.now();
+        const found = await ask("logs", { run: state.run });
+        if (closed) return;
+        files = found.files;
+        if (!errors.querySelector("details[open]")) drawErrors(found.errors);
+      }
       const name = state.log ?? files.find((file) => file.name === "trainer.log")?.name ?? files[0]?.name;
       if (!name) return fill(box, "There is no log yet.");
       const around = state.at ? Number(state.at) + 20000 : undefined;
@@ -66,7 +72,8 @@ export function open(root) {
   load();
   return {
     update: () => load(),
-    refresh: () => (read().at ? null : load(false)),
+    live: true,
+    refresh: () => (read().at || page?.extended ? null : load(false)),
     close: () => { closed = true; },
     key(event) {
       const here = files.findIndex((file) => file.name === page?.name);

@@ -186,7 +186,7 @@ async function beat() {
       if (read().run !== run) return;
       drawHead(read());
     }
-    if (changed) view?.refresh?.();
+    if (changed || (isAlive() && view?.live)) view?.refresh?.();
   } catch (error) {
     if (read().run === run) fill(head, h("p", { class: "error" }, shown(error.message)));
   }
