@@ -133,7 +133,14 @@ def report() -> int:
 
 def dash() -> int:
     """`dash [FOLDER]`: a local web page of the runs below a folder."""
-    return _look("dash")
+
+    def command() -> int:
+        with saying("importing what reads runs"):
+            from cairn.watch.page.command import run
+
+        return run()
+
+    return answer(command)
 
 
 def _look(name: str) -> int:

@@ -671,7 +671,7 @@ def test_a_port_in_use_and_a_folder_that_is_not_there_are_told(tmp_path: Path, c
     code, said = command(tmp_path / "nowhere")
     assert (code, "there is no such folder" in said) == (2, True)
     code, said = command(tmp_path, "--port", 70000)
-    assert (code, "a port is a number from 0 to 65535" in said) == (2, True)
+    assert (code, "--port" in said and "65535" in said) == (2, True)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.step_folder import StepFolders
 from cairn.orchestrator.ledger import read_summary
 from cairn.orchestrator.rollout_log import SCHEMA, KeptRollouts, Row
 from cairn.run.errors import UsageError
@@ -169,7 +169,7 @@ class RunApi:
                 shown, _ = reader.overview()
             except DamagedFile as error:
                 return RunLine(reader.id, str(reader.path), damaged=str(error))
-            last = reader.view.run.last_sign()
+            last = reader.view.run.last_active()
         curve = shown.curves[0] if shown.curves else None
         return RunLine(
             id=reader.id,

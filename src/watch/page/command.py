@@ -1,13 +1,17 @@
 """The command `dash`: serves the page of all runs below a folder until Ctrl-C."""
 
-import argparse
 import contextlib
 import errno
+import json
 import secrets
 import socket
 import sys
 from pathlib import Path
 
+from pydantic import Field
+
+from cairn.config.cli import load
+from cairn.config.shared import ToolCommand
 from cairn.run.errors import UsageError
 from cairn.run.output import printable
 from cairn.watch.commands import find_runs
@@ -19,50 +23,57 @@ PORT = 8265
 TRIED = 20
 
 
-def dash() -> int:
-    """`dash [FOLDER]`: a local page of all runs below a folder."""
-    parser = argparse.ArgumentParser(
-        prog="dash",
-        description="Serve a local web page of all runs below a folder: curves, what is wrong, every "
-        "rollout, checkpoints, logs. It prints the page's address, which holds a secret: only whoever has "
-        "it, on this machine, can read. It only reads; Ctrl-C ends it and leaves the runs alone.",
-        epilog=f"From another machine: ssh -L {PORT}:{HOST}:{PORT} THIS_MACHINE, and open the same address "
-        "there.",
-    )
-    where = "where runs are looked for, or one run's --output-dir (default: outputs)"
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=where)
-    port_of = f"the port of {HOST} (default: {PORT}, or the next free one; 0: any free one)"
-    parser.add_argument("--port", type=int, metavar="N", help=port_of)
-    arguments = parser.parse_args(sys.argv[1:])
-    folder: Path = arguments.folder
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: there is no such folder; give one that holds output directories")
-    if arguments.port is not None and not 0 <= arguments.port <= 65535:
-        raise UsageError(f"--port {arguments.port}: a port is a number from 0 to 65535")
+class ServeDash(ToolCommand):
+    """Serve a local web page of all runs below a folder: curves, what is wrong, rollouts, checkpoints, logs.
 
-    import uvicorn
+    It prints the page's address, which holds a secret: only whoever has it, on this machine, can read. Ctrl-C
+    ends it and leaves the runs alone. From another machine: ssh -L 8265:127.0.0.1:8265 THIS_MACHINE, and open
+    the same address there.
+    """
 
-    from cairn.watch.page.server import make_app
+    command = "dash"
+    positional = ("folder",)
+    folder: Path = Path("outputs")
+    """Where runs are looked for, or one run's --output-dir."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """The port (default: 8265, or the next free one; 0: any free one)."""
 
-    token = secrets.token_urlsafe(24)
-    with contextlib.closing(listen(arguments.port)) as listener:
-        port = listener.getsockname()[1]
-        found = len(find_runs(folder))
-        runs = f"{found} run{'' if found == 1 else 's'}"
-        print(f"{runs} in {printable(folder)}; new ones appear by themselves. Ctrl-C ends this page.")
-        print(f"http://{HOST}:{port}/{token}/", flush=True)
-        config = uvicorn.Config(
-            make_app(folder, token),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run([listener])
-    return 0
+    def execute(self) -> int:
+        if not self.folder.is_dir():
+            raise UsageError(
+                f"{self.folder}: there is no such folder; give one that holds output directories"
+            )
+        import uvicorn
+
+        from cairn.watch.page.server import make_app
+
+        token = secrets.token_urlsafe(24)
+        with contextlib.closing(listen(self.port)) as listener:
+            address = f"http://{HOST}:{listener.getsockname()[1]}/{token}/"
+            found = len(find_runs(self.folder))
+            if self.as_json:
+                print(json.dumps({"address": address, "runs": found}), flush=True)
+            else:
+                runs = f"{found} run{'' if found == 1 else 's'} in {printable(self.folder)}"
+                print(f"{runs}; new ones appear by themselves. Ctrl-C ends this page.")
+                print(address, flush=True)
+            config = uvicorn.Config(
+                make_app(self.folder, token),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=2,
+            )
+            with contextlib.suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run([listener])
+        return 0
+
+
+def run() -> int:
+    """Run the command; returns the exit code."""
+    return load(ServeDash, sys.argv[1:]).execute()
 
 
 def listen(port: int | None) -> socket.socket:
