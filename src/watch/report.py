@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from cairn.run.spans import phases_of, read
 from cairn.run.view import RunView
 from cairn.watch.goodput import MEANING, ORDER, sentence, time_account
 from cairn.watch.overview import Curve, Overview, age_of, overview
+from cairn.watch.page.curves import thin
 
 WIDTH, HEIGHT = 840, 300
 """Size of a curve in pixels."""
 MARGIN = 72
 """Pixels left of a curve and below it, for its scales."""
 MOST_POINTS = 400
-"""Points of a curve that are drawn; of more, each is the mean of its neighbours."""
+"""Points of a curve that are drawn."""
 LARGEST = 1e300
 """Values from here on, infinity and NaN are left out of a curve, since it could not be drawn with them."""
 ANSWERS = 3
@@ -123,7 +123,8 @@ def _curves(curves: Sequence[Curve]) -> Iterator[str]:
 
 def draw(curve: Curve) -> str:
     """A curve as SVG; empty if it has fewer than two points."""
-    points = thin([(step, value) for step, value in curve.points if abs(value) < LARGEST], MOST_POINTS)
+    known = [(float(step), step, value) for step, value in curve.points if abs(value) < LARGEST]
+    points = [(step, value) for _, step, value in thin(known, MOST_POINTS)]
     if len(points) < 2:
         return ""
     low, high = min(value for _, value in points), max(value for _, value in points)
@@ -152,18 +153,6 @@ def draw(curve: Curve) -> str:
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH // 2}" role="img" aria-label="{label}">'
         f"{''.join(scale)}<path d='{path}'/></svg>"
     )
-
-
-def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[float, float]]:
-    """As many points or fewer, each the mean of as many neighbours."""
-    if len(points) <= most:
-        return [*points]
-    bounds = [len(points) * place // most for place in range(most + 1)]
-    found: list[tuple[float, float]] = []
-    for begin, end in pairwise(bounds):
-        part = points[begin:end]
-        found.append((sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)))
-    return found
 
 
 def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:

@@ -31,7 +31,6 @@ from cairn.run.view import RunView
 from cairn.watch.commands import find_runs
 from cairn.watch.goodput import sentence, time_account
 from cairn.watch.overview import Curve, overview
-from cairn.watch.report import thin
 from cairn.watch.terminal import BLOCKS, spark
 
 HEALTHY = {"grad_norm": 0.3, "learned_tokens": 400, "reward/mean": 0.4, "time/step": 2.0, "time/wait": 0.5}
@@ -347,13 +346,6 @@ def test_a_report_is_one_file_that_loads_nothing_and_runs_nothing(tmp_path: Path
     assert not [name for _, name in tags if name in ("src", "href") or name.startswith("on")]
     assert [file.name for file in sorted((tmp_path / "png").iterdir())][-1] == "reward_mean.png"
     assert (tmp_path / "png" / "reward_mean.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_long_curve_is_thinned_to_means():
-    points = thin([(step, float(step % 2)) for step in range(10_000)], 100)
-    assert len(points) == 100
-    assert {round(value, 6) for _, value in points} == {0.5}
-    assert [step for step, _ in points] == sorted(step for step, _ in points)
 
 
 def test_python_gets_the_numbers_that_are_shown(tmp_path: Path, said: Callable):
