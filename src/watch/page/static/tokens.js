@@ -24,7 +24,7 @@ export function tokenView(found) {
       const chance = Number.isFinite(Number(logprob)) ? `, chance ${short(Math.exp(logprob) * 100)} %` : "";
       return h("span", { class: place % 2 ? "odd" : null, style: { background: color(kind, place) }, title: `token ${place}: id ${id}, logprob ${exact(logprob)}${chance}, policy of step ${found.versions[place] ?? "?"}` }, shown(text) || "·");
     }));
-    const note = { logprob: "white: the policy was sure; orange: it was not (logprob -5 or less)", version: versions.map((one) => `policy of step ${one}`).join(", "), none: "" }[kind];
+    const note = { logprob: "no colour: the policy was sure; orange: it was not (logprob -5 or less)", version: versions.map((one) => `policy of step ${one}`).join(", "), none: "" }[kind];
     fill(legend, note);
   }
   draw("logprob");
