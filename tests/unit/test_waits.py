@@ -14,6 +14,10 @@ SOURCES = Path(cairn.__file__).parent
 WAITED = re.compile(r"\b(?:waited|within|after|for|than) \{\} s\b")
 """How a message says that time ran out."""
 WITHOUT = {
+    "watch/sinks/notify.py: {} has not answered within {} s": "the notice is sent again",
+    "watch/sinks/notify.py: {} has not ended within {} s": "the notice is sent again",
+    "watch/sinks/main.py: it has not returned for {} s": "a sink's own time, which nothing waits for",
+    "watch/page/events.py:  after {} s in which nobody was at work": "how long a run was left alone",
     "inference/client.py: not healthy after {} s": "whoever waits has given the deadline",
     "inference/pool/membership.py: {} hangs: no sign of life for {} s": "another server answers its requests",
     "inference/pool/membership.py: {} has not answered for {} s": "it is asked again until server_timeout",
