@@ -49,7 +49,7 @@ def _finish(plan: RunPlan) -> int:
     assert first.manifest is not None
     for job in JOBS.values():
         job.finish(config, first.manifest.run_id)
-    finish_sinks(config, first.manifest.run_id)
+    finish_sinks(config)
     restore_roles(config, first, plan.command)
     print(plan.complete, flush=True)
     return 0

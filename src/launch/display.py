@@ -29,8 +29,6 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks at the whole run, at a terminal."""
 DISK_SECONDS = 10.0
 """Seconds between two looks at the disk."""
-SHARE = 20
-"""As many times as long as a look takes is the wait for the next one, at least."""
 
 
 class StepDisplay:
@@ -120,7 +118,7 @@ class StepDisplay:
     def _panel(self) -> RunPanel:
         """The whole run at this moment."""
         shown = overview(self._view, rules=())  # news of what is wrong is printed above
-        self._look_after = max(LOOK_SECONDS, SHARE * shown.seconds)
+        self._look_after = shown.pause(LOOK_SECONDS)
         return RunPanel(shown, shorter(self._view.run.path))
 
     def _print_wait(self, now: float) -> None:

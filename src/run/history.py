@@ -125,8 +125,11 @@ class History(JsonLines):
             logger.warning("%s lacks that %s: %s", self.path, event, error.strerror)
 
 
-def resumed(argv: Sequence[str], folder: str) -> str:
-    """The command that goes on with a run that `argv` has started in the working directory `folder`."""
+def resumed(argv: Sequence[str], folder: str, step: int | None = None) -> str:
+    """The command that goes on with a run that `argv` has started in the working directory `folder`.
+
+    step: the checkpoint to go on from; None: the newest.
+    """
     words: list[str] = []
     left = list(argv)
     while left:
@@ -137,7 +140,8 @@ def resumed(argv: Sequence[str], folder: str) -> str:
                 left.pop(0)
         else:
             words.append(word)
-    command = shlex.join([*words, "--ckpt.resume", "auto"])
+    start = ["--ckpt.resume", "auto"] if step is None else ["--ckpt.resume-step", str(step)]
+    command = shlex.join([*words, *start])
     return command if folder in ("", os.getcwd()) else f"cd {shlex.quote(folder)} && {command}"
 
 

@@ -20,6 +20,8 @@ from cairn.run.messages import Attempt, RoleEntry
 from cairn.run.metrics import MetricsLog
 
 State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]
+GOING_ON: tuple[State, ...] = ("running", "stopping")
+"""The states of a run that a launcher is at work on."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class RunSnapshot:
         """The step at which the latest attempt ends."""
         steps = (self.config or {}).get("max_steps")
         return steps if type(steps) is int else None
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether a launcher is at work on it."""
+        return self.state in GOING_ON
 
     @property
     def state(self) -> State:
@@ -155,7 +162,11 @@ class RunView:
 
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints: where its configuration says, if that can be read."""
-        return checkpoints_by(read_note(self.run.config, dict[str, Any]), self.run.path)
+        return checkpoints_by(self.known_config(), self.run.path)
+
+    def known_config(self) -> Mapping[str, Any] | None:
+        """The resolved configuration of the latest attempt; None if there is none, or a damaged one."""
+        return read_note(self.run.config, dict[str, Any])
 
     def beat(self, role: str) -> Beat | None:
         """The newest heartbeat of whoever has `role`."""
@@ -172,7 +183,7 @@ class RunView:
             path=self.run.path,
             time=time.time(),
             checkpoints=self.checkpoints(),
-            config=read_note(self.run.config, dict[str, Any]),
+            config=self.known_config(),
             attempt=self.run.attempt(),
             locked=self.run.is_locked(),
             roles={

@@ -18,20 +18,16 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.output import duration, printable
-from cairn.run.spans import chrome_trace, phases_of, read
+from cairn.run.spans import chrome_trace, read
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
-from cairn.watch.goodput import MEANING, ORDER, TimeAccount, sentence, time_account
+from cairn.watch.goodput import TimeAccount, account_rows, phase_rows, sentence, time_account
 from cairn.watch.overview import Overview, overview
 
 DEPTH = 4
 """Folders below the given one in which runs are looked for."""
 INTERVAL = 1.0
 """Seconds between two looks of `watch`."""
-PHASES = 5
-"""Kinds of work of a role that `diagnose` shows, those that took longest."""
-SHARE = 20
-"""As many times as long as a look itself takes is the wait for the next one, at least."""
 WRONG = 1
 """Exit code of `diagnose` if something is wrong with the run."""
 
@@ -173,34 +169,21 @@ class DiagnoseRun(ToolCommand):
             print(f"a step takes {shown.pace:.3g} s: {computes}")
         print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
         print_account(account, self.price)
-        print_phases(view.run)
+        if rows := phase_rows(read(view.run.spans)):
+            print()
+            print_table(["role", "what it did", "time", "share"], rows)
         return WRONG if shown.findings else 0
 
 
 def print_account(account: TimeAccount, price: float | None) -> None:
     """What became of the run's time, and what that has cost at `price` an hour."""
-    money = account.price(price) if price is not None else {}
-    rows = [
-        [kind, duration(account.seconds[kind]), f"{account.seconds[kind] / account.wall:.0%}",
-         *([f"{money[kind]:,.2f}"] if money else []), MEANING[kind]]
-        for kind in ORDER
-        if account.wall > 0
-    ]  # fmt: skip
-    print_table(["time", "how long", "share", *(["price"] if money else []), "what it is"], rows)
+    rows = account_rows(account)
+    if price is not None:
+        money = account.price(price)
+        rows = [[kind, time, share, f"{money[kind]:,.2f}", what] for kind, time, share, what in rows]
+    print_table(["time", "how long", "share", *(["price"] if price is not None else []), "what it is"], rows)
     if account.idle >= 1:
         print(f"and for {duration(account.idle)} between attempts nobody was at work on it")
-
-
-def print_phases(run: RunDirectory) -> None:
-    """Where the time of each role's main thread went, by its spans; nothing if there are none."""
-    rows: list[list[object]] = []
-    for role, phases in phases_of(read(run.spans)).items():
-        whole = max(sum(phases.values()), 1e-9)
-        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])[:PHASES]:
-            rows.append([role, name, duration(seconds), f"{seconds / whole:.0%}"])
-    if rows:
-        print()
-        print_table(["role", "what it did", "time", "share"], rows)
 
 
 def _view(path: Path) -> RunView:
@@ -246,7 +229,7 @@ class WatchRun(ToolCommand):
         from cairn.watch.terminal import RunPanel
 
         console = Console(highlight=False)
-        if self.once or _is_over(first):
+        if self.once or not first.is_going_on:
             console.print(RunPanel(first, name))
             return 0
         if not console.is_terminal:
@@ -255,22 +238,13 @@ class WatchRun(ToolCommand):
             with Live(
                 RunPanel(first, name), console=console, auto_refresh=False, vertical_overflow="visible"
             ) as live:
-                while not _is_over(shown := overview(view, here=name)):
+                while (shown := overview(view, here=name)).is_going_on:
                     live.update(RunPanel(shown, name), refresh=True)
-                    _wait(shown)
+                    time.sleep(shown.pause(INTERVAL))
                 live.update(RunPanel(shown, name), refresh=True)
         except KeyboardInterrupt:
             print("the run goes on; `watch` only looked", flush=True)
         return 0
-
-
-def _wait(shown: Overview) -> None:
-    """Until the next look; looking takes no more than a twentieth of a core, however long the run is."""
-    time.sleep(max(INTERVAL, SHARE * shown.seconds))
-
-
-def _is_over(shown: Overview) -> bool:
-    return shown.state not in ("running", "stopping")
 
 
 def _follow(view: RunView, name: str) -> int:
@@ -286,10 +260,10 @@ def _follow(view: RunView, name: str) -> int:
             if (finding.rule, finding.level) not in told:
                 told.add((finding.rule, finding.level))
                 print(f"note: {printable(finding)}", flush=True)
-        if _is_over(shown):
+        if not shown.is_going_on:
             print(f"{name}: {shown.state} at step {shown.step}", flush=True)
             return 0
-        _wait(shown)
+        time.sleep(shown.pause(INTERVAL))
 
 
 class WriteReport(ToolCommand):

@@ -5,15 +5,20 @@ the run's first attempt and leaves out the time between attempts; what lies betw
 step nor its wait is time that a start, a restart or a save has taken.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cairn.run.history import Costs
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
+from cairn.run.output import duration
+from cairn.run.spans import TimeSpan, phases_of
 
 ORDER: tuple[str, ...] = ("computed", "waited", "saved", "started", "lost", "other")
 """The kinds of time, in the order in which they are shown; all of them together are the wall time."""
+PHASES = 5
+"""Kinds of work of a role that are shown, those that took longest."""
 MEANING = {
     "computed": "steps that count",
     "waited": "the trainer waited for rollouts or records, in steps that count",
@@ -58,6 +63,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     before: Row | None = None
     end = 0.0
+    later = _later_attempts(history)
     for row in rows:
         step, wait = number(row, "time/step") or 0.0, number(row, "time/wait") or 0.0
         wall = number(row, "run/wall_seconds")
@@ -71,7 +77,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
         stall = min(number(row, "time/save_stall") or 0.0, rest)
         seconds["saved"] += stall
         rest -= stall
-        if before is None or _attempt_of(row, before, history):
+        if before is None or _began_between(later, number(before, "run/wall_seconds") or 0.0, wall):
             again = before is not None and (number(row, "run/recomputed_steps") or 0.0) > (
                 number(before, "run/recomputed_steps") or 0.0
             )
@@ -85,24 +91,46 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
     return TimeAccount(seconds, idle)
 
 
+def account_rows(account: TimeAccount) -> list[list[str]]:
+    """The account as rows of a table: kind of time, how long, share, and what it is; none before any time."""
+    return [
+        [kind, duration(seconds), f"{seconds / account.wall:.0%}", MEANING[kind]]
+        for kind in ORDER
+        if account.wall > 0
+        for seconds in [account.seconds[kind]]
+    ]
+
+
+def phase_rows(spans: Iterable[TimeSpan]) -> list[list[object]]:
+    """Where the time of each role's main thread went: role, what it did, how long, share; longest first."""
+    rows: list[list[object]] = []
+    for role, phases in phases_of(spans).items():
+        whole = max(sum(phases.values()), 1e-9)
+        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])[:PHASES]:
+            rows.append([role, name, duration(seconds), f"{seconds / whole:.0%}"])
+    return rows
+
+
 def _restarts(row: Row) -> float:
     return number(row, "run/restarts") or 0.0
 
 
-def _attempt_of(row: Row, before: Row, history: Sequence[Row]) -> bool:
-    """Whether an attempt began between two rows: by its start, on the clock that leaves out idle time."""
-    first = next((event["time"] for event in history if event["event"] == "attempt"), None)
-    if first is None:
-        return False
+def _later_attempts(history: Sequence[Row]) -> list[float]:
+    """When each attempt but the first began, on the clock that leaves out idle time, in ascending order."""
+    attempts = [event for event in history if event["event"] == "attempt"]
+    found: list[float] = []
     idle = 0.0
-    low, high = number(before, "run/wall_seconds") or 0.0, number(row, "run/wall_seconds") or 0.0
-    for event in history:
-        if event["event"] != "attempt":
-            continue
+    for event in attempts:
         idle += event["idle"]
-        if low <= event["time"] - first - idle < high and event["time"] != first:
-            return True
-    return False
+        if event["time"] != attempts[0]["time"]:
+            found.append(event["time"] - attempts[0]["time"] - idle)
+    return sorted(found)
+
+
+def _began_between(later: Sequence[float], low: float, high: float) -> bool:
+    """Whether an attempt began from `low` on and before `high`, in seconds of wall time."""
+    place = bisect_left(later, low)
+    return place < len(later) and later[place] < high
 
 
 def sentence(account: TimeAccount) -> str:

@@ -19,7 +19,7 @@ from cairn.run.errors import UsageError
 from cairn.run.history import resumed
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import VALIDATED, number
-from cairn.run.view import RunSnapshot, RunView, State
+from cairn.run.view import GOING_ON, RunSnapshot, RunView, State
 
 MATTERS: Mapping[str, Sequence[tuple[str, str]]] = {
     "sft": [("loss", "loss")],
@@ -35,6 +35,8 @@ MATTERS: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 """The metrics that are shown of a run of each command, and what they are called; most important first."""
 MATTERS |= {"trainer": MATTERS["rl"]}  # of a run on several machines
+SHARE = 20
+"""As many times as long as a look takes is the wait for the next one, at least."""
 RECENT = 16
 """Rows from which speed and time left are taken."""
 ROLES = ("trainer", "orchestrator", "inference", "exporter", "uploader")
@@ -107,6 +109,15 @@ class Overview:
     seconds: float
     """Processor time that looking took."""
 
+    @property
+    def is_going_on(self) -> bool:
+        """Whether a launcher is at work on the run."""
+        return self.state in GOING_ON
+
+    def pause(self, least: float) -> float:
+        """Until the next look, `least` or longer: looking takes no more than a twentieth of a core."""
+        return max(least, SHARE * self.seconds)
+
 
 def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = RULES) -> Overview:
     """The run at a glance, from its files at this moment.
@@ -125,7 +136,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
     spent = [(number(row, "time/step") or 0.0, number(row, "time/wait") or 0.0) for row in recent]
     computing, waiting = sum(one for one, _ in spent), sum(other for _, other in spent)
     pace = (computing + waiting) / len(recent) if computing else None
-    alive = shot.state in ("running", "stopping")
+    alive = shot.is_going_on
     to_do = None if shot.max_steps is None else max(shot.max_steps - shot.step, 0)
     saved = newest_save(shot.checkpoints)
     last_active = view.run.last_active()
@@ -152,7 +163,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         if computing
         else {},
         findings=what_is_wrong(seen, rules),
-        resume=None if alive or shot.state in ("done", "empty") else resume_command(shot),
+        resume=None if alive or shot.state in ("done", "empty") else resume_command(shot.history),
         age=None if last_active is None else max(shot.time - last_active, 0.0),
         seconds=time.process_time() - began,
     )
@@ -256,13 +267,13 @@ def age_of(created: str) -> float | None:
         return None
 
 
-def resume_command(shot: RunSnapshot) -> str | None:
-    """The command that goes on with a run: that of its latest attempt, with `--ckpt.resume auto`.
+def resume_command(history: Sequence[Row], step: int | None = None) -> str | None:
+    """The command that goes on with a run: that of its latest attempt, from the newest step or from `step`.
 
     None if the run's history does not have it, as that of a run that a Python program has started.
     """
-    attempts = [event for event in shot.history if event["event"] == "attempt"]
+    attempts = [event for event in history if event["event"] == "attempt"]
     argv = attempts[-1].get("argv") if attempts else None
     if not isinstance(argv, list) or not argv or not all(isinstance(word, str) for word in argv):
         return None
-    return resumed([*map(str, argv)], str(attempts[-1].get("folder") or ""))
+    return resumed([*map(str, argv)], str(attempts[-1].get("folder") or ""), step)

@@ -18,9 +18,9 @@ from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.output import duration, printable
-from cairn.run.spans import phases_of, read
+from cairn.run.spans import read
 from cairn.run.view import RunView
-from cairn.watch.goodput import MEANING, ORDER, sentence, time_account
+from cairn.watch.goodput import account_rows, phase_rows, sentence, time_account
 from cairn.watch.overview import Curve, Overview, age_of, overview
 from cairn.watch.page.curves import thin
 
@@ -176,24 +176,9 @@ def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:
 def _time(view: RunView) -> Iterator[str]:
     account = time_account(view.metrics(), view.history(), view.costs())
     yield f"<h2>Time</h2><p>{escape(sentence(account))}</p>"
-    if account.wall > 0:
-        rows = [
-            [
-                kind,
-                duration(account.seconds[kind]),
-                f"{account.seconds[kind] / account.wall:.0%}",
-                MEANING[kind],
-            ]
-            for kind in ORDER
-        ]
+    if rows := account_rows(account):
         yield _table(["time", "how long", "share", "what it is"], rows)
-    phases = phases_of(read(view.run.spans))
-    rows = [
-        [role, name, duration(seconds), f"{seconds / max(sum(kinds.values()), 1e-9):.0%}"]
-        for role, kinds in phases.items()
-        for name, seconds in sorted(kinds.items(), key=lambda item: -item[1])[:5]
-    ]
-    if rows:
+    if rows := phase_rows(read(view.run.spans)):
         yield _table(["role", "what it did", "how long", "share"], rows)
 
 

@@ -103,7 +103,7 @@ class RunPanel:
         shown = self.shown
         about = [shown.command] if shown.command else []
         state = shown.state
-        if state not in ("running", "stopping") and shown.age is not None:
+        if not shown.is_going_on and shown.age is not None:
             state = f"{state} {duration(shown.age)} ago"
         return "  ".join([self.name, *about, state])
 

@@ -317,7 +317,7 @@ def test_files_in_any_state_are_no_reason_to_fail(tmp_path: Path, state: str):
 def test_every_beginning_of_a_file_that_is_being_written_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("cairn.watch.page.api.SHARE", 0)
+    monkeypatch.setattr("cairn.watch.overview.SHARE", 0)
     run = busy(tmp_path / "run", steps=3)
     api = RunApi(tmp_path)
     content = run.metrics.path.read_bytes()
@@ -341,7 +341,7 @@ def test_a_run_that_grows_is_seen_to_grow_and_a_new_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("cairn.watch.page.api.LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("cairn.watch.page.api.SHARE", 0)
+    monkeypatch.setattr("cairn.watch.overview.SHARE", 0)
     run = make(tmp_path / "run", steps=2)
     keep(run, 1, [rollout(1, 0, 0)])
     api = RunApi(tmp_path)

@@ -144,7 +144,7 @@ def sinks_beside(run: RunDirectory, config: RunConfig, attempt: Attempt) -> Gene
             _say_unsent(process.end(max(seconds, 0.0)))
 
 
-def finish_sinks(config: RunConfig, run_id: str) -> None:
+def finish_sinks(config: RunConfig) -> None:
     """Send what the sinks of a complete run still lack.
 
     Raises:

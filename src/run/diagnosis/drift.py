@@ -1,6 +1,5 @@
 """Rules about where training leads: entropy, distance to the reference, ratios, and results on other data."""
 
-import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -9,9 +8,11 @@ from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 
 
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    values = [value for row in rows if (value := number(row, key)) is not None]
-    return statistics.fmean(values) if values else None
+def _around(seen: RuleInput, step: int, key: str) -> tuple[float, float] | None:
+    """Means of a metric in the newest four rows up to `step` and after it; None if either has none."""
+    before = seen.of([row for row in seen.rows if row["step"] <= step][-4:]).mean(key)
+    after = seen.of([row for row in seen.rows if row["step"] > step][-4:]).mean(key)
+    return None if before is None or after is None else (before, after)
 
 
 def _results(rows: Sequence[Row], key: str, step_of: str = "step") -> list[tuple[int, float]]:
@@ -43,11 +44,11 @@ class EntropyCollapse:
         if len(rows) < 2 * self.part:
             return
         first, last = rows[: self.part], rows[-self.part :]
-        before, after = _mean(first, "entropy"), _mean(last, "entropy")
+        before, after = seen.of(first).mean("entropy"), seen.of(last).mean("entropy")
         if not before or after is None or before <= 0:
             return
         level = level_of(1 - after / before, self.shares)
-        if not level or self._learned(first, last, rows):
+        if not level or self._learned(seen.of(first), seen.of(last), seen.of(rows)):
             return
         yield Finding(
             "entropy collapse",
@@ -59,14 +60,12 @@ class EntropyCollapse:
             "trainer.kl a reference that holds the policy back",
         )
 
-    def _learned(self, first: Sequence[Row], last: Sequence[Row], rows: Sequence[Row]) -> bool:
-        before, after = _mean(first, "reward/mean"), _mean(last, "reward/mean")
+    def _learned(self, first: RuleInput, last: RuleInput, seen: RuleInput) -> bool:
+        before, after = first.mean("reward/mean"), last.mean("reward/mean")
         if before is None or after is None:
             return True
-        lowest = min((value for row in rows if (value := number(row, "reward/min")) is not None), default=0.0)
-        highest = max(
-            (value for row in rows if (value := number(row, "reward/max")) is not None), default=1.0
-        )
+        lowest = min(seen.values("reward/min"), default=0.0)
+        highest = max(seen.values("reward/max"), default=1.0)
         return after - before > self.gain * max(highest - lowest, 1e-9)
 
 
@@ -137,26 +136,19 @@ class EvaluationFalls:
             best_step, best = max(results, key=lambda one: one[1])
             now = max(value for _, value in results[-2:])
             level = level_of((best - now) / abs(best), self.falls) if best else 0
-            rose = self._rose(seen.rows, best_step)
-            if not level or rose is None:
+            around = _around(seen, best_step, "reward/mean")
+            if not level or around is None or not around[1] > around[0]:
                 continue
+            before, after = around
             yield Finding(
                 f"evaluation {name!r} falls",
                 level,
                 f"evaluation {name!r} fell from {best:.4g} at step {best_step} to {results[-1][1]:.4g} at "
-                "step "
-                f"{results[-1][0]}, while the reward in training rose from {rose[0]:.4g} to {rose[1]:.4g}",
+                f"step {results[-1][0]}, while the reward in training rose from {before:.4g} to {after:.4g}",
                 "The policy learns what the reward in training pays and not the task: look at its best "
-                "answers "
-                f"(`rollouts {seen.place} --best 20`); ckpt.keep_best keeps the step whose evaluation is "
-                "best",
+                f"answers (`rollouts {seen.place} --best 20`); ckpt.keep_best keeps the step whose "
+                "evaluation is best",
             )
-
-    @staticmethod
-    def _rose(rows: Sequence[Row], since: int) -> tuple[float, float] | None:
-        before = _mean([row for row in rows if row["step"] <= since][-4:], "reward/mean")
-        after = _mean([row for row in rows if row["step"] > since][-4:], "reward/mean")
-        return (before, after) if before is not None and after is not None and after > before else None
 
 
 class Overfitting:
@@ -179,18 +171,17 @@ class Overfitting:
                 continue
             step, lowest = min(results, key=lambda one: one[1])
             level = level_of(newest[-1][1] / lowest - 1, self.shares) if lowest > 0 else 0
-            before = _mean([row for row in seen.rows if row["step"] <= step][-4:], "loss")
-            after = _mean([row for row in seen.rows if row["step"] > step][-4:], "loss")
-            if not level or before is None or after is None or after >= before:
+            around = _around(seen, step, "loss")
+            if not level or around is None or around[1] >= around[0]:
                 continue
+            before, after = around
             name = key.removeprefix("validation/").removesuffix("/loss")
             yield Finding(
                 f"validation {name!r} rises",
                 level,
                 f"the loss of validation {name!r} rose from {lowest:.4g} at step {step} to "
-                f"{newest[-1][1]:.4g} at "
-                f"step {newest[-1][0]}, while the loss of training fell from {before:.4g} to {after:.4g}",
+                f"{newest[-1][1]:.4g} at step {newest[-1][0]}, while the loss of training fell from "
+                f"{before:.4g} to {after:.4g}",
                 "The model learns these records by heart: stop here (patience in the [[validation]] table), "
-                "take "
-                f"step {step} (ckpt.keep_best keeps it), or train on more records and fewer epochs",
+                f"take step {step} (ckpt.keep_best keeps it), or train on more records and fewer epochs",
             )

@@ -18,9 +18,8 @@ from cairn.config.ckpt import CkptConfig
 from cairn.orchestrator.ledger import RESTS, LedgerSummary
 from cairn.orchestrator.rollout_log import Row, kind_of
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.history import resumed
 from cairn.run.jsonlines import as_object
-from cairn.watch.overview import age_of
+from cairn.watch.overview import age_of, resume_command
 from cairn.watch.page.rollout_index import RolloutIndex
 
 GIVEN_UP = "given up"
@@ -204,11 +203,11 @@ def _key(columns: Mapping[str, np.ndarray[Any, Any]], row: int) -> tuple[int, in
 # Checkpoints
 
 
-def checkpoints(folder: Path, config: Mapping[str, Any] | None, attempts: Sequence[Row]) -> dict[str, Any]:
+def checkpoints(folder: Path, config: Mapping[str, Any] | None, history: Sequence[Row]) -> dict[str, Any]:
     """The steps of a run as `ckpt list` has them, with their parents, ages and the commands that resume.
 
     Args:
-        attempts: the events `attempt` of history.jsonl.
+        history: the events of history.jsonl.
 
     Raises:
         UsageError: the folder is a broken link.
@@ -226,7 +225,7 @@ def checkpoints(folder: Path, config: Mapping[str, Any] | None, attempts: Sequen
         row["metrics"] = {key: metrics[key] for key in ("loss", "reward/mean") if key in metrics}
         row["name"] = Path(row["folder"]).name
         row["age"] = age_of(str(row.get("created")))
-        row["resume"] = _resume(attempts, row)
+        row["resume"] = _resume(history, row)
     return {"folder": str(folder), "rows": rows, "warnings": warnings, "total_bytes": _total(rows)}
 
 
@@ -248,15 +247,13 @@ def _kept_by(
     return {}
 
 
-def _resume(attempts: Sequence[Row], row: Mapping[str, Any]) -> str | None:
+def _resume(history: Sequence[Row], row: Mapping[str, Any]) -> str | None:
     """The command that goes on from a step; None if the run's history does not have it."""
-    argv = attempts[-1].get("argv") if attempts else None
     step = row.get("step")
-    if not isinstance(argv, list) or not argv or step is None or row.get("state") != "complete":
+    if step is None or row.get("state") != "complete":
         return None
     with contextlib.suppress(OSError):
-        command = resumed([*map(str, argv)], str(attempts[-1].get("folder") or ""))
-        return command.removesuffix("--ckpt.resume auto") + f"--ckpt.resume-step {step}"
+        return resume_command(history, step)
     return None
 
 

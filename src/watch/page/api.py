@@ -36,8 +36,6 @@ ENDED_SECONDS = 30.0
 """Likewise, of a run that has ended."""
 LEDGER_SECONDS = 5.0
 """For so long what the ledger says is kept."""
-SHARE = 20
-"""As many times as long as the overview took it is kept in any case."""
 Value = TypeVar("Value")
 
 
@@ -110,9 +108,9 @@ class RunReader:
         stamp, now = self.stamp(), time.monotonic()
         if self._glance is not None:
             shown, earlier, made = self._glance
-            since, alive = now - made, shown.state in ("running", "stopping")
-            fresh = stamp == earlier and since < (ALIVE_SECONDS if alive else ENDED_SECONDS)
-            if fresh or since < SHARE * shown.seconds:
+            since = now - made
+            fresh = stamp == earlier and since < (ALIVE_SECONDS if shown.is_going_on else ENDED_SECONDS)
+            if fresh or since < shown.pause(0.0):
                 return shown, earlier
         shown = overview(self.view, here=str(self.path))
         self._glance = shown, stamp, now
@@ -197,7 +195,7 @@ class RunApi:
         with self._run(run) as reader:
             shown, stamp = reader.overview()
             labels = curves.labels_of(shown.command, reader.rows())
-            config = reader.view.snapshot().config
+            config = reader.view.known_config()
         found = dataclasses.asdict(dataclasses.replace(shown, curves=[]))
         return {
             **found,
@@ -271,7 +269,7 @@ class RunApi:
         with self._run(run) as reader:
             kept = reader.index.kept
             rows = answers.rows_of_step(kept, step)
-            config = reader.view.snapshot().config
+            config = reader.view.known_config()
             own = [row for row in rows if row["place"] == place]
             keys = [(step, place, row["sample"]) for row in own]
             whole = _whole(kept, keys, SCHEMA.names)
@@ -337,9 +335,12 @@ class RunApi:
     def checkpoints(self, run: str) -> dict[str, Any]:
         """The checkpoints of a run, and its branches."""
         with self._run(run) as reader:
-            attempts = [event for event in reader.view.history() if event["event"] == "attempt"]
-            folder, config = reader.view.checkpoints(), reader.view.snapshot().config
-            found = reader.kept("checkpoints", lambda: accounts.checkpoints(folder, config, attempts))
+            folder, config, history = (
+                reader.view.checkpoints(),
+                reader.view.known_config(),
+                reader.view.history(),
+            )
+            found = reader.kept("checkpoints", lambda: accounts.checkpoints(folder, config, history))
         return {**found, "branches": accounts.branches(found["rows"])}
 
     # Events
