@@ -65,6 +65,7 @@ export function clock(seconds, withDay = true) {
 }
 
 // Control characters, and those that turn the direction of what follows, which text of a run must not do here.
+// biome-ignore lint/suspicious/noControlCharactersInRegex: they are what is looked for
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]/g;
 
 /** A text of the run with control characters as escapes. */

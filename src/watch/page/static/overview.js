@@ -100,7 +100,7 @@ export function open(root, { about, together, nameOf }) {
     const axis = read().axis ?? "step", parts = [["run", "step", ...(axis === "step" ? [] : [axis]), key]];
     for (const one of together()) {
       const [curve] = await ask("points", { run: one.id, keys: key, axis, most: 300000 });
-      curve?.steps.forEach((step, place) => parts.push([one.name, step, ...(axis === "step" ? [] : [curve.xs[place]]), curve.values[place]]));
+      for (const [place, step] of curve?.steps.entries() ?? []) parts.push([one.name, step, ...(axis === "step" ? [] : [curve.xs[place]]), curve.values[place]]);
     }
     const quote = (cell) => (/[",\n]/.test(String(cell)) ? `"${String(cell).replaceAll('"', '""')}"` : String(cell));
     save(`${file}.csv`, new Blob([parts.map((cells) => cells.map(quote).join(",")).join("\n"), "\n"], { type: "text/csv" }));

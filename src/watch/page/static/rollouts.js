@@ -26,7 +26,7 @@ export function open(root, context) {
     if (shownMode !== wanted) {
       mode?.close?.();
       shownMode = wanted;
-      mode = wanted === "list" ? listMode(fill(inner), context) : stepMode(fill(inner), context);
+      mode = wanted === "list" ? listMode(fill(inner)) : stepMode(fill(inner), context);
     } else mode.update();
   }
   pick();
@@ -136,7 +136,7 @@ function stepMode(root, context) {
 
 // All rollouts
 
-function listMode(root, context) {
+function listMode(root) {
   const form = h("div", { class: "bar-line" }), picture = h("div"), status = h("p", { class: "quiet" }), rows = h("div", { class: "panel" }), overSteps = h("div");
   fill(root, form, h("div", { class: "two" }, h("div", null, picture, status), overSteps), rows);
   let found = [], total = 0, chosen = -1, asked = "", turn = 0, closed = false, environments = [];
