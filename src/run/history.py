@@ -4,13 +4,14 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cairn.run.files import read_note, write_json
-from cairn.run.jsonlines import JsonLines, as_object
+from cairn.run.jsonlines import JsonLines, Row, as_object
 from cairn.run.messages import Attempt
 from cairn.run.metrics import number
 from cairn.run.output import quoted
@@ -145,6 +146,56 @@ def resumed(argv: Sequence[str], folder: str, step: int | None = None) -> str:
     return command if folder in ("", os.getcwd()) else f"cd {shlex.quote(folder)} && {command}"
 
 
+class WorkClock:
+    """The clock of a run: it starts with the first attempt and stands still while nobody is at work on it.
+
+    It shows what the rows of metrics.jsonl have as `run/wall_seconds`.
+    """
+
+    SLACK = 1.0
+    """Seconds by which the clocks of different processes may disagree."""
+
+    def __init__(self, history: Iterable[Row] = ()):
+        self._first: float | None = None
+        self._idle: list[float] = []
+        """Of each attempt: seconds before it, since the first, in which nobody was at work."""
+        self.later: list[float] = []
+        """When each attempt but the first began, in seconds on this clock, in ascending order."""
+        for event in history:
+            self.see(event)
+
+    def see(self, event: Row) -> None:
+        """Take the next event of history.jsonl; those that begin no attempt change nothing."""
+        if event["event"] != "attempt":
+            return
+        if self._first is None:
+            self._first, self._idle = event["time"], [0.0]
+            return
+        self._idle.append(self._idle[-1] + event["idle"])
+        # No earlier than the attempt before it, also if somebody has set the clock back.
+        self.later.append(max(self.at(event["time"]), *self.later[-1:], 0.0))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an attempt."""
+        return self._first is not None
+
+    @property
+    def idle(self) -> float:
+        """Seconds until the newest attempt in which nobody was at work."""
+        return self._idle[-1] if self._idle else 0.0
+
+    def at(self, time: float) -> float:
+        """What the clock shows at `time` of the newest attempt, in seconds since 1970; 0 before the first."""
+        return time - self._first - self.idle if self._first is not None else 0.0
+
+    def moment(self, seconds: float) -> float:
+        """When the clock showed `seconds`, in seconds since 1970; before any attempt, `seconds`."""
+        if self._first is None:
+            return seconds
+        return self._first + self._idle[bisect_left(self.later, seconds - self.SLACK)] + seconds
+
+
 @dataclass(frozen=True)
 class Costs:
     """What restarts have cost a run. Times are in seconds."""
@@ -186,8 +237,7 @@ class Account:
         """Go on after `last_row`, the newest one that is kept."""
         self._history = History(history)
         self._useful = number(last_row or {}, f"{PREFIX}useful_seconds") or 0.0
-        self._began: float | None = None
-        self._idle = 0.0
+        self._clock = WorkClock()
         self._restarts: dict[str, int] = {}
         self._recomputed = 0
         self._last_restart = 0.0
@@ -206,16 +256,14 @@ class Account:
     def costs(self, now: float | None = None) -> Costs:
         """How the run fares until `now`, in seconds since 1970."""
         self._catch_up()
-        wall = (time.time() if now is None else now) - self._began - self._idle if self._began else 0.0
-        wall = max(wall, self._useful if self._began else 0.0)  # somebody has set the clock back
+        wall = self._clock.at(time.time() if now is None else now)
+        wall = max(wall, self._useful if self._clock.has_begun else 0.0)  # somebody has set the clock back
         return Costs(dict(self._restarts), self._recomputed, self._useful, wall)
 
     def _catch_up(self) -> None:
         for event in self._history.new_rows():
-            if event["event"] == "attempt":
-                self._began = self._began or event["time"]
-                self._idle += event["idle"]
-            elif event["event"] == "restart":
+            self._clock.see(event)
+            if event["event"] == "restart":
                 self._restarts[event["role"]] = self._restarts.get(event["role"], 0) + 1
                 self._last_restart = event["time"]
             elif event["event"] == "recompute":

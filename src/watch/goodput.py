@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cairn.run.history import Costs
+from cairn.run.history import Costs, WorkClock
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 from cairn.run.output import duration
@@ -63,7 +63,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     before: Row | None = None
     end = 0.0
-    later = _later_attempts(history)
+    clock = WorkClock(history)
     for row in rows:
         step, wait = number(row, "time/step") or 0.0, number(row, "time/wait") or 0.0
         wall = number(row, "run/wall_seconds")
@@ -77,7 +77,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
         stall = min(number(row, "time/save_stall") or 0.0, rest)
         seconds["saved"] += stall
         rest -= stall
-        if before is None or _began_between(later, number(before, "run/wall_seconds") or 0.0, wall):
+        if before is None or _began_between(clock.later, number(before, "run/wall_seconds") or 0.0, wall):
             again = before is not None and (number(row, "run/recomputed_steps") or 0.0) > (
                 number(before, "run/recomputed_steps") or 0.0
             )
@@ -87,8 +87,7 @@ def time_account(rows: Sequence[Row], history: Sequence[Row], costs: Costs) -> T
         before = row
     missing = max(costs.wall_seconds - sum(seconds.values()), 0.0)
     seconds["started" if before is None else "other"] += missing
-    idle = sum(number(event, "idle") or 0.0 for event in history if event["event"] == "attempt")
-    return TimeAccount(seconds, idle)
+    return TimeAccount(seconds, clock.idle)
 
 
 def account_rows(account: TimeAccount) -> list[list[str]]:
@@ -113,18 +112,6 @@ def phase_rows(spans: Iterable[TimeSpan]) -> list[list[object]]:
 
 def _restarts(row: Row) -> float:
     return number(row, "run/restarts") or 0.0
-
-
-def _later_attempts(history: Sequence[Row]) -> list[float]:
-    """When each attempt but the first began, on the clock that leaves out idle time, in ascending order."""
-    attempts = [event for event in history if event["event"] == "attempt"]
-    found: list[float] = []
-    idle = 0.0
-    for event in attempts:
-        idle += event["idle"]
-        if event["time"] != attempts[0]["time"]:
-            found.append(event["time"] - attempts[0]["time"] - idle)
-    return sorted(found)
 
 
 def _began_between(later: Sequence[float], low: float, high: float) -> bool:

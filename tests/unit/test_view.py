@@ -11,6 +11,7 @@ import pytest
 
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
+from cairn.run.history import Account, WorkClock
 from cairn.run.messages import Attempt
 from cairn.run.view import RunView
 
@@ -160,6 +161,23 @@ def test_what_a_run_cost_stops_growing_when_it_ends(run: RunDirectory):
     costs = RunView(run.path).costs()
     assert costs.wall_seconds == pytest.approx(100, abs=0.1)
     assert costs.goodput == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_clock_of_a_run_stands_still_between_attempts(run: RunDirectory):
+    """What was before the first attempt that is known does not count, and a clock set back turns nothing."""
+    times = [(1000.0, 500.0), (1100.0, 60.0), (1090.0, 0.0), (1200.0, 30.0)]
+    lines = [
+        {"time": time, "event": "attempt", "number": number, "idle": idle}
+        for number, (time, idle) in enumerate(times, start=1)
+    ]
+    clock = WorkClock(lines)
+    assert (clock.later, clock.idle, clock.at(1205.0)) == ([40.0, 40.0, 110.0], 90.0, 115.0)
+    assert [clock.moment(wall) for wall in (0.0, 40.0, 41.5, 110.0, 112.0)] == [
+        *(1000.0, 1040.0, 1101.5, 1170.0, 1202.0)
+    ]
+    run.history.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert Account(run.history.path, None).costs(1205.0).wall_seconds == 115.0
+    assert (WorkClock().at(7.0), WorkClock().moment(7.0)) == (0.0, 7.0)
 
 
 def test_lines_without_a_row_are_numbered(run: RunDirectory):

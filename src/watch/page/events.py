@@ -10,6 +10,7 @@ from typing import Any
 from cairn.orchestrator.rollout_log import kind_of
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, entries
+from cairn.run.history import WorkClock
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 from cairn.run.output import COLORS
@@ -21,8 +22,6 @@ LINE = 4000
 SCANNED = 4 << 20
 """Bytes at the end of a log in which errors are looked for."""
 MOST_ERRORS = 100
-SLACK = 1.0
-"""Seconds by which times of different processes may disagree."""
 WRONG = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|Traceback \(most recent call last\))|^(?:\w+\.)*\w*(?:Error|Exception)\b"
 )
@@ -60,31 +59,17 @@ def step_spans(rows: Sequence[Row], history: Sequence[Row]) -> list[StepSpan]:
 
     Steps of rows that do not say so come one after the other.
     """
-    attempts = [event for event in history if event["event"] == "attempt"]
-    clock = attempts[0]["time"] if attempts else 0.0
+    work = WorkClock(history)
+    clock = work.moment(0.0)
     found: list[StepSpan] = []
     for row in rows:
-        wait, work = number(row, "time/wait") or 0.0, number(row, "time/step") or 0.0
+        wait, step = number(row, "time/wait") or 0.0, number(row, "time/step") or 0.0
         wall = number(row, "run/wall_seconds")
-        end = _when(wall, attempts) if wall is not None and attempts else clock + wait + work
+        end = work.moment(wall) if wall is not None and work.has_begun else clock + wait + step
         clock = max(end, clock)
         phases = {key: value for key in PHASES if (value := number(row, key)) is not None}
-        found.append(StepSpan(row["step"], clock - work - wait, clock - work, clock, phases))
+        found.append(StepSpan(row["step"], clock - step - wait, clock - step, clock, phases))
     return found
-
-
-def _when(wall: float, attempts: Sequence[Row]) -> float:
-    """The moment at which somebody had been at work for `wall` seconds."""
-    idle, when = 0.0, attempts[0]["time"] + wall
-    for place, attempt in enumerate(attempts):
-        idle += attempt["idle"] if place else 0.0
-        moment = attempts[0]["time"] + idle + wall
-        later = attempts[place + 1] if place + 1 < len(attempts) else None
-        if moment >= attempt["time"] - SLACK:
-            when = moment
-        if later is None or moment <= later["time"] - later["idle"] + SLACK:
-            break
-    return when
 
 
 def marks(history: Sequence[Row]) -> list[Mark]:
