@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
+from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.view import RunSnapshot, RunView, State
 from cairn.watch.goodput import TimeAccount, time_account
@@ -82,9 +83,8 @@ class Run:
     def __init__(self, path: str | Path):
         self._view = RunView(path)
         self.path = self._view.run.path
-        run = self._view.run
-        if not any(file.exists() for file in (run.roles, run.config, run.metrics.path)):
-            where = f"{path}: is not a run directory: it has no roles.json, config.json or metrics.jsonl"
+        if not self._view.run.exists():
+            where = f"{path}: {NO_RUN}"
             if (self.path / FILE_NAME).exists():
                 where += f"; it is a checkpoint, which cairn.load_checkpoint({str(path)!r}) reads"
             raise UsageError(where)

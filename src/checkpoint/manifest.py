@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 import stat
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -317,3 +318,12 @@ def new_manifest(
 
 def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:
     return {name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())}
+
+
+def age_of(created: str) -> float | None:
+    """Seconds since the time at which a step was created; 0 if the clock was set back, None if it is none."""
+    try:
+        then = datetime.datetime.fromisoformat(created)
+        return max(time.time() - then.timestamp(), 0.0)
+    except (ValueError, TypeError, OverflowError):
+        return None

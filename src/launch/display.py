@@ -18,7 +18,7 @@ from cairn.run.metrics import number
 from cairn.run.output import printable
 from cairn.run.signals import say
 from cairn.run.view import RunView
-from cairn.watch.overview import RoleLine, disk_room, newest_save, overview, values_of
+from cairn.watch.overview import disk_room, newest_save, overview, values_of
 from cairn.watch.terminal import WAITING, RunPanel
 
 QUIET_SECONDS = 10.0
@@ -128,10 +128,11 @@ class StepDisplay:
             return
         self._looked_at = now
         if now - self._printed_at > LINE_SECONDS:
-            doing = [_role(role) for role in overview(self._view, rules=()).roles if role.doing is not None]
+            roles = overview(self._view, rules=()).roles
+            doing = [f"{role.name}: {role.says}" for role in roles if role.doing is not None]
             still = "starting" if self.step == self.start_step else "no step"
-            roles = "; ".join(doing) or "roles are being started"
-            self._print(f"{still} for {quiet:.0f} s: {roles}", now)
+            what = "; ".join(doing) or "roles are being started"
+            self._print(f"{still} for {quiet:.0f} s: {what}", now)
 
     def _values(self, row: Row) -> Iterator[str]:
         """The values of a step, as its line shows them."""
@@ -188,8 +189,3 @@ class StepDisplay:
             return None
         recomputed = counted(costs.recomputed_steps, "step")
         return f"{counted(restarts, 'restart')}, {recomputed} recomputed, goodput {costs.goodput:.2f}"
-
-
-def _role(role: RoleLine) -> str:
-    lasting = f" ({role.seconds:.0f} s)" if role.seconds is not None and role.seconds >= 2 else ""
-    return f"{role.name}: {role.doing}{lasting}"

@@ -43,6 +43,10 @@ LOOKERS_SECONDS = 10.0
 unless that process is stopped in it."""
 
 
+NO_RUN = "is not a run directory: it has no roles.json, metrics.jsonl or history.jsonl"
+"""What is said of a folder of which `RunDirectory.exists` is false."""
+
+
 @dataclass(frozen=True)
 class _Roles(Attempt):
     """The content of roles.json: the attempt, and who is at work on it."""
@@ -99,6 +103,10 @@ class RunDirectory:
         self._warned = False
         self._known: Attempt | None = None
         """The newest attempt that was read or begun here, in case that roles.json is damaged meanwhile."""
+
+    def exists(self) -> bool:
+        """Whether there is a run here. A config.json alone is no sign of one: every model's folder has it."""
+        return any(path.is_file() for path in (self.roles, self.metrics.path, self.history.path))
 
     def mend(self) -> None:
         """Move what can't be read or written, as a file or folder of the run, aside: `NAME.damaged-N`.

@@ -4,16 +4,15 @@ Text from a checkpoint is printed literally: it is not interpreted as markup, an
 escaped.
 """
 
-import datetime
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.manifest import Manifest, age_of
 from cairn.run.changes import short_identity
 from cairn.run.metrics import number
-from cairn.run.output import printable
+from cairn.run.output import duration, printable
 from cairn.run.tables import print_table
 
 if TYPE_CHECKING:
@@ -46,23 +45,12 @@ def print_list(rows: list[dict[str, Any]], metric: str | None = None) -> None:
         metrics = [number(row["metrics"], values[label]) for label in shown]
         metrics = ["" if value is None else f"{value:.4g}" for value in metrics]
         size, kept_by = f"{row['bytes'] / 1e6:,.1f} MB", ", ".join(row["kept_by"])
-        cells.append([row["step"], row["branch"], _age(row["created"]), size, *metrics, kept_by, state])
+        age = age_of(row["created"])
+        since = "?" if age is None else duration(age)
+        cells.append([row["step"], row["branch"], since, size, *metrics, kept_by, state])
     print_table(["step", "branch", "age", "size", *shown, "kept by", "state"], cells)
     for problem in problems:
         say(problem)
-
-
-def _age(created: str) -> str:
-    try:
-        seconds = (
-            datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)
-        ).total_seconds()
-    except (ValueError, TypeError):
-        return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def print_manifest(manifest: Manifest) -> None:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from cairn.config.cli import load
 from cairn.config.shared import LocalRun, ToolCommand
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts, kind_of, question
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import NO_RUN, RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.tables import Cut, print_table
@@ -145,10 +145,8 @@ def _kept(path: Path) -> KeptRollouts:
         raise UsageError(f"{path}: there is no such folder; give the run's --output-dir")
     if kept.steps():
         return kept
-    if not any(file.exists() for file in (run.roles, run.config, run.metrics.path)):
-        raise UsageError(
-            f"{path}: is not a run directory: it has no roles.json, config.json or metrics.jsonl"
-        )
+    if not run.exists():
+        raise UsageError(f"{path}: {NO_RUN}")
     if not run.ledger.exists():
         raise UsageError(f"{path}: has no rollouts; only RL runs have them")
     beat = RunView(path).beat("orchestrator")

@@ -14,7 +14,7 @@ from pydantic import Field
 from cairn.config.cli import load
 from cairn.config.shared import LocalRun, ToolCommand
 from cairn.run.diagnosis import RULES
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import NO_RUN, RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.output import duration, printable
@@ -78,7 +78,7 @@ def find_runs(folder: Path) -> list[Path]:
     found: list[Path] = []
 
     def search(here: Path, depth: int) -> None:
-        if is_run(here):
+        if RunDirectory(here).exists():
             found.append(here)
             return
         if depth == DEPTH:
@@ -93,13 +93,6 @@ def find_runs(folder: Path) -> list[Path]:
 
     search(folder, 0)
     return found
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory."""
-    run = RunDirectory(path)
-    names = (run.roles, run.metrics.path, run.history.path)
-    return any(name.is_file() for name in names)
 
 
 def _look(path: Path) -> Overview | DamagedFile:
@@ -194,13 +187,12 @@ def _view(path: Path) -> RunView:
     """
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such folder; give the run's --output-dir")
-    if not is_run(path):
+    view = RunView(path)
+    if not view.run.exists():
         below = find_runs(path)
         hint = f"; `runs {path}` lists the {len(below)} below it" if below else ""
-        raise UsageError(
-            f"{path}: is not a run directory: it has no roles.json, metrics.jsonl or history.jsonl{hint}"
-        )
-    return RunView(path)
+        raise UsageError(f"{path}: {NO_RUN}{hint}")
+    return view
 
 
 class WatchRun(ToolCommand):

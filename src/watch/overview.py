@@ -5,20 +5,20 @@ shows what it says, so that all of them say the same.
 """
 
 import contextlib
-import datetime
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.manifest import CheckpointError, age_of
 from cairn.checkpoint.step_folder import StepFolders
 from cairn.run.diagnosis import RULES, DiskRoom, Finding, Rule, RuleInput, findings
 from cairn.run.errors import UsageError
 from cairn.run.history import resumed
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import VALIDATED, number
+from cairn.run.output import duration
 from cairn.run.view import GOING_ON, RunSnapshot, RunView, State
 
 MATTERS: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -65,6 +65,12 @@ class RoleLine:
     state: str
     doing: str | None
     seconds: float | None
+
+    @property
+    def says(self) -> str:
+        """What it does and for how long, or else its state."""
+        lasting = f" ({duration(self.seconds)})" if self.seconds is not None and self.seconds >= 2 else ""
+        return f"{self.doing or self.state}{lasting}"
 
 
 @dataclass(frozen=True)
@@ -256,15 +262,6 @@ def newest_save(checkpoints: Path) -> NewestSave | None:
     except (UsageError, OSError):
         return None
     return None
-
-
-def age_of(created: str) -> float | None:
-    """Seconds since a time in ISO 8601; None if it is not one."""
-    try:
-        then = datetime.datetime.fromisoformat(created)
-        return max(time.time() - then.timestamp(), 0.0)
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 def resume_command(history: Sequence[Row], step: int | None = None) -> str | None:

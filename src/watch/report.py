@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.checkpoint.manifest import CheckpointError, Manifest, age_of
 from cairn.checkpoint.step_folder import StepFolders
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
@@ -21,7 +21,7 @@ from cairn.run.output import duration, printable
 from cairn.run.spans import read
 from cairn.run.view import RunView
 from cairn.watch.goodput import account_rows, phase_rows, sentence, time_account
-from cairn.watch.overview import Curve, Overview, age_of, overview
+from cairn.watch.overview import Curve, Overview, overview
 from cairn.watch.page.curves import thin
 
 WIDTH, HEIGHT = 840, 300

@@ -138,9 +138,7 @@ class RunPanel:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for role in self.shown.roles:
-            doing = role.state if role.doing is None else role.doing
-            long = f" ({duration(role.seconds)})" if role.seconds is not None and role.seconds >= 2 else ""
-            table.add_row(_text(role.name), _text(f"{doing}{long}"))
+            table.add_row(_text(role.name), _text(role.says))
         return table
 
     def _lines(self) -> Iterator[str]:

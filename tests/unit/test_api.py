@@ -112,6 +112,7 @@ def test_a_step_can_have_a_damaged_manifest(run: RunDirectory):
 
 
 def test_what_is_no_run_directory_is_refused(run: RunDirectory, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")  # as in the folder of a model
     with pytest.raises(cairn.UsageError, match="is not a run directory"):
         cairn.Run(tmp_path)
     with pytest.raises(cairn.UsageError, match=r"cairn\.load_checkpoint"):

@@ -60,6 +60,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """Three steps: place 0 to 2, the last of which has a failed answer."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
+    run.history.begin_attempt(1, None)
     run.config.write_text("{}")
     kept = KeptRollouts(run.rollouts)
     failed = rollout("z", None, failed="the judge returned None")
@@ -234,6 +235,7 @@ def test_one_conversation_in_full(shown: Callable[..., str]):
 
 def test_wrong_usage_is_named(run: RunDirectory, shown: Callable[..., str], tmp_path: Path):
     assert "no such folder" in shown(path=tmp_path / "nowhere", code=2)
+    (tmp_path / "config.json").write_text("{}")  # as in the folder of a model
     assert "is not a run directory" in shown(path=tmp_path, code=2)
     assert "there is no rollout 2/1/7" in shown("2/1/7", code=2)
     assert "no rollouts of step 8 to 9 are kept; those of steps 1 to 3 are" in shown("--step", "8-9", code=2)

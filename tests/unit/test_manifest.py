@@ -1,5 +1,6 @@
 """The manifest: whatever stands in it, it is taken or refused with an error that names it and the field."""
 
+import datetime
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from cairn.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Origin,
+    age_of,
     check_files,
     load_manifest,
     parse,
@@ -64,6 +66,14 @@ def test_it_comes_back_as_it_was():
     ]
     assert len(text.splitlines()) > 20
     assert json.loads(text)["chunk_bytes"] == CHUNK_BYTES
+
+
+def test_the_age_of_a_step_is_no_less_than_nothing():
+    """Its clock may have been ahead, and a manifest may say anything."""
+    now = datetime.datetime.now(datetime.UTC)
+    assert age_of((now - datetime.timedelta(hours=2)).isoformat()) == pytest.approx(7200, abs=60)
+    assert age_of((now + datetime.timedelta(hours=2)).isoformat()) == 0.0
+    assert [age_of(text) for text in ("yesterday", "", "9999-12-31T23:59:59-23:59")] == [None, None, 0.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.manifest import CheckpointError, age_of
 from cairn.checkpoint.retention import reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -19,7 +19,7 @@ from cairn.orchestrator.ledger import RESTS, LedgerSummary
 from cairn.orchestrator.rollout_log import Row, kind_of
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.jsonlines import as_object
-from cairn.watch.overview import age_of, resume_command
+from cairn.watch.overview import resume_command
 from cairn.watch.page.rollout_index import RolloutIndex
 
 GIVEN_UP = "given up"
