@@ -31,8 +31,6 @@ from cairn.run.machine import this_machine
 
 PARTS = ["sft", "bare", "rl"]
 STALL = re.compile(r"saved: durable after ([\d.]+) s, of which training stood still for ([\d.]+) s")
-DENSE_BF16 = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""The vendor's dense bfloat16 FLOP/s, by parts of device names."""
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 
 
@@ -144,7 +142,7 @@ def measure(
                 raise
             found["bare"] = {"tokens_per_s": None, "why": "the model does not fit on one device"}
     for part, count in (("sft", devices), ("bare", 1)):
-        if rate := found.get(part, {}).get("tokens_per_s"):
+        if flops and (rate := found.get(part, {}).get("tokens_per_s")):
             found[part]["tflops"] = flops * rate / count / 1e12
             found[part]["of_matmul"] = flops * rate / count / limit["matmul_flops"]
             if limit["vendor_flops"]:
@@ -168,23 +166,16 @@ def write_records(shape: Shape, path: Path, devices: int) -> None:
             out.write(json.dumps({"messages": messages}) + "\n")
 
 
-def flops_per_token(model: Path, length: int) -> float:
-    """Of a forward and a backward pass over samples of this length, without what is recomputed.
-
-    6 for each parameter of a matrix (the input embeddings are none), and of attention, which is causal, 6 for
-    each of the length / 2 earlier tokens, each feature of the heads, each of two products and each layer.
-    """
+def flops_per_token(model: Path, length: int) -> float | None:
+    """Of a forward and a backward pass over samples of this length, without what is recomputed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
+    from cairn.trainer.step.utilisation import model_flops
+
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    matrices = sum(weight.numel() for weight in built.parameters() if weight.ndim > 1)
-    if not config.tie_word_embeddings:
-        matrices -= built.get_input_embeddings().weight.numel()
-    heads = config.num_attention_heads * config.head_dim
-    return 6 * matrices + 6 * config.num_hidden_layers * heads * length
+        counted = model_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+    return counted and counted.of([length]) / length
 
 
 def measure_sft(shape: Shape, arguments: argparse.Namespace, folder: Path, devices: int) -> dict[str, Any]:
@@ -249,6 +240,8 @@ def limits() -> dict[str, Any]:
     """What one device can do: FLOP/s of large matrix products in the data type that training computes in."""
     import torch
 
+    from cairn.trainer.step.utilisation import peak_of
+
     on_gpu = torch.cuda.is_available()
     device, dtype, size = ("cuda", torch.bfloat16, 8192) if on_gpu else ("cpu", torch.float32, 512)
     torch.set_num_threads(1)
@@ -261,7 +254,7 @@ def limits() -> dict[str, Any]:
         wait_for_device()
         rates.append(2 * size**3 / (time.perf_counter() - began))
     name = torch.cuda.get_device_name() if on_gpu else ""
-    vendor = next((rate for part, rate in DENSE_BF16.items() if part in name), None)
+    vendor = peak_of(name) if name else None
     return {"matmul_flops": statistics.median(rates[5:]), "vendor_flops": vendor, "torch": torch.__version__}
 
 

@@ -145,6 +145,7 @@ def busy(path: Path, steps: int = 60) -> RunDirectory:
                 **{"groups": 6, "groups/unlearned": draw.randrange(3), "rollout/cut_off": 0.05},
                 **{"learned_tokens": 3000, "total_tokens": 3600 * step, "time/step": work, "time/wait": wait},
                 **{
+                    "mfu": 0.35 + step / 1000,
                     "time/generate": wait + 1,
                     "time/server_idle": 0.4,
                     "time/push": 0.2,

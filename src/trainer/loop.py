@@ -31,6 +31,7 @@ from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.rewinds import make_rewinder
 from cairn.trainer.step.train_step import train_step
+from cairn.trainer.step.utilisation import make_utilisation
 from cairn.trainer.tasks import make_task, task_class
 from cairn.trainer.tasks.task import Decision, Earlier
 from cairn.trainer.tracking import make_tracker
@@ -93,6 +94,7 @@ class Training:
         self._rewinder = make_rewinder(config, self.state, run, attempt, self._checkpoints)
         self._too_late = False
         """Whether the newest step is not saved because the run must have ended before."""
+        self._utilisation = make_utilisation(config, self.state)
         self._tracker = make_tracker(config, run, attempt, group.rank)
         closing.callback(self._tracker.close)
 
@@ -140,7 +142,7 @@ class Training:
             digest = {"batch/digest": batch.digest}
             saving = self._checkpoints.metrics()
             row |= self._tracker.chain({"step": step, **row, **asdict(progress), **digest})
-            times |= _times(saved)
+            times |= _times(saved) | self._used(batch, step, {**row, **times})
             self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times, **saving})
             if step == self.attempt.start_step + 1:
                 self._checkpoints.prepare()
@@ -208,6 +210,14 @@ class Training:
         )
         self.state.position = batch.position
         return row | dict(prepared) | batch.metrics
+
+    def _used(self, batch: RankBatch, step: int, row: dict[str, float]) -> dict[str, float]:
+        """What the row says of the GPUs' use; nothing of a step that was broken off because of a spike."""
+        if "rewound_to" in row:
+            return {}
+        untrained = () if self.task.trains_policy(step) else (POLICY,)
+        seconds = row["time/step"] - row.get("time/validation", 0.0)
+        return self._utilisation.of_step(batch, seconds, untrained)
 
     def _before_update(self) -> None:
         """Whoever reads the weights off the training thread is done when this returns."""

@@ -125,11 +125,13 @@ class BatchCounts:
 class UpdateBatch:
     """What one update of the weights learns from.
 
-    micros: this rank's micro-batches. counts: of the micro-batches of all ranks.
+    micros: this rank's micro-batches. Of those of all ranks: counts, and lengths of the samples in tokens,
+    after cutting.
     """
 
     micros: list[MicroBatch]
     counts: BatchCounts
+    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,9 @@ def make_rank_batch(
         whole = [sample for start in starts for sample in batch.samples[start : start + together]]
         samples = [sample.cut(config.seq_len) for sample in whole]
         learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
+        lengths = [len(sample.token_ids) for sample in samples]
         groups = group_rows(
-            [len(sample.token_ids) for sample in samples],
+            lengths,
             row_length=config.seq_len,
             rows_each=config.micro_batch_size,
             arrange=rows_of,
@@ -192,7 +195,7 @@ def make_rank_batch(
         micros = fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
         counts = BatchCounts(
             samples=len(samples),
-            tokens=sum(len(sample.token_ids) for sample in samples),
+            tokens=sum(lengths),
             learned=sum(learned),
             cut=sum(len(sample.token_ids) > config.seq_len for sample in whole),
             unlearned=learned.count(0),
@@ -200,7 +203,7 @@ def make_rank_batch(
             computed=sum(computed_tokens(group, samples) for group in groups),
             lost=sum(int(np.count_nonzero(sample.loss_mask[config.seq_len :])) for sample in whole),
         )
-        parts.append(UpdateBatch(micros, counts))
+        parts.append(UpdateBatch(micros, counts, lengths))
     scored = (
         make_micro_batches(
             [sample.cut(config.seq_len) for sample in batch.scored],

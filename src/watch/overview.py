@@ -96,6 +96,8 @@ class Overview:
     pace: float | None
     """Time of a step, with its wait for the batch; the mean of the newest ones."""
     tokens_per_second: float | None
+    mfu: float | None
+    """Share of the GPUs' peak that training needs while it computes; the mean of the newest steps."""
     curves: Sequence[Curve]
     roles: Sequence[RoleLine]
     saved: NewestSave | None
@@ -147,6 +149,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
     saved = newest_save(shot.checkpoints)
     last_active = view.run.last_active()
     tokens = sum(number(row, "learned_tokens") or 0.0 for row in recent)
+    used = [share for row in recent if (share := number(row, "mfu")) is not None]
     disk = disk_room(shot.checkpoints, saved) if alive else None  # of a run that is over it does not matter
     seen = RuleInput(rows, shot.config or {}, here or str(shot.path), disk)
     return Overview(
@@ -158,6 +161,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         left=to_do * pace if alive and to_do is not None and pace is not None else None,
         pace=pace,
         tokens_per_second=tokens / (computing + waiting) if tokens and computing else None,
+        mfu=sum(used) / len(used) if used else None,
         curves=curves(shot.attempt.command if shot.attempt else None, rows),
         roles=[*_roles(shot)],
         saved=saved,

@@ -119,6 +119,8 @@ class RunPanel:
             yield f"{shown.pace:.2f} s/step" + (f", {wait:.0%} of it waiting" if wait >= WAITING else "")
         if shown.tokens_per_second is not None:
             yield f"{shown.tokens_per_second:,.0f} learned tokens/s"
+        if shown.mfu is not None:
+            yield f"MFU {shown.mfu:.1%}"
 
     def _curves(self, width: int, most: int, plain: bool) -> Table:
         table = Table.grid(padding=(0, 2))

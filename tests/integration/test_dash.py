@@ -121,6 +121,7 @@ def test_a_click_on_a_curve_opens_the_answers_of_its_step(page: Browser, folder:
 def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
     page.go("run=busy")
     page.wait("document.querySelectorAll('.charts .value[data-exact]').length == 8")
+    page.sees(f"MFU\n{100 * cairn.Run(folder / 'busy').overview().mfu:.0f} %", "#head")
     keys = page.run(each(".charts section", "one.dataset.key"))
     shown = dict(zip(keys, page.run(each(".charts .value", "one.dataset.exact")), strict=True))
     frame = cairn.Run(folder / "busy").metrics
@@ -128,6 +129,7 @@ def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
         key: frame[key].dropna().iloc[-1] for key in shown
     }
     page.go("run=busy&view=rollouts&list=1&sort=best")
+    page.wait("document.getElementById('total')?.dataset.left == '0'")
     best = page.wait(each("#rollouts b[data-exact]", "one.dataset.exact"))
     assert set(map(float, best)) == {1.0}
     page.go("run=busy&view=ledger")

@@ -215,6 +215,7 @@ def test_numbers_are_those_of_the_python_api_to_the_digit(tmp_path: Path, ask: A
     told = ask("overview", "run=run")
     assert told["newest"] == {curve.key: curve.newest for curve in shown.curves}
     assert (told["pace"], told["shares"], told["step"]) == (shown.pace, dict(shown.shares), shown.step)
+    assert told["mfu"] == shown.mfu == pytest.approx(0.35 + (10 + 25) / 2 / 1000)
     assert [one["what"] for one in told["findings"]] == [one.what for one in shown.findings]
     kept = {
         (row["step"], row["place"], row["sample"]): row

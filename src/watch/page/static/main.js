@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { COLORS } from "./chart.js";
 import { add, button, fill, h } from "./dom.js";
-import { ago, count, short, shown, span, tail } from "./format.js";
+import { ago, count, percent, short, shown, span, tail } from "./format.js";
 import { address, change, elsewhere, follow, go, read } from "./state.js";
 import * as checkpoints from "./checkpoints.js";
 import * as discarded from "./discarded.js";
@@ -110,6 +110,7 @@ function drawHead(state) {
     about.quiet !== null && about.quiet > Math.max(10, 3 * (about.pace ?? 0)) ? [about.pace ? "no step for" : "starting for", span(about.quiet)] : null,
     about.pace !== null ? ["a step takes", span(about.pace)] : null,
     about.tokens_per_second !== null ? ["learned tokens/s", short(about.tokens_per_second)] : null,
+    about.mfu !== null ? ["MFU", percent(about.mfu), "model FLOPs utilisation: the share of the GPUs' peak that training uses while it computes"] : null,
     about.saved ? ["last checkpoint", `step ${about.saved.step}${about.saved.age === null ? "" : `, ${ago(about.saved.age)}`}`] : ["last checkpoint", "none"],
     ["restarts", about.restarts ? `${about.restarts}, ${about.recomputed} steps again` : "0"],
     // Starting counts against goodput, so in a short run without restarts it says nothing.
