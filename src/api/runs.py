@@ -11,7 +11,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.view import RunSnapshot, RunView, State
-from cairn.watch.goodput import TimeAccount, time_account
+from cairn.watch.goodput import TimeAccount, TokenAccount, time_account, token_account
 from cairn.watch.overview import Overview, overview
 
 if TYPE_CHECKING:
@@ -107,6 +107,10 @@ class Run:
         """What became of every second of the run: `seconds` by kind, `idle` ones, and `ettr`."""
         return time_account(self._view.metrics(), self._view.history(), self._view.costs())
 
+    def token_account(self) -> TokenAccount:
+        """What became of every token of the run: `tokens` by fate, `total`, and `share` of each fate."""
+        return token_account(self._view.metrics(), self._view.costs(), self._view.known_evals())
+
     @property
     def state(self) -> State:
         """running, stopping, done, stopped, failed, killed or empty; see `RunSnapshot.state`."""
@@ -130,7 +134,7 @@ class Run:
         """evals.jsonl: one row per evaluation or validation: `step`, `name`, `reward` or `loss`, and more."""
         import pandas as pd
 
-        return pd.DataFrame(self._view.run.evals.rows())
+        return pd.DataFrame(self._view.evals())
 
     @property
     def steps(self) -> list[Step]:

@@ -88,13 +88,14 @@ def begin(
     program, *given = sys.argv
     argv = [command, *given] if Path(program).name == command else []  # else a Python program has begun it
     run.history.begin_attempt(number, run.last_active() if goes_on else None, argv)
-    dropped = run.metrics.keep_through(own_step)
+    undone = run.metrics.keep_through(own_step)
     if run.evals.path.exists() or run.evaluations.exists():
         forgotten = run.forget_evaluations(attempt, _made_again_through(run, attempt, recipe))
         if forgotten and (start.store.root / eval_metrics.RATINGS).exists():
             eval_metrics.note(start.store.root, eval_metrics.ratings_of(run.evals.rows()))
     wanted = rewinds and start.named  # the user asked to go back
-    run.history.recompute(dropped if goes_on and not wanted else 0)
+    if goes_on and not wanted:
+        run.history.recompute(*undone)
     for change in recipe["trainer"].get("changes", []):
         if change["step"] == start.step:
             run.history.change(change)

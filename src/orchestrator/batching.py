@@ -70,6 +70,8 @@ class BatchMaker:
         for reason in (NO_SPREAD, ALL_MASKED):
             self._redrawn += state.ledger.given_up(reason, state.shipped.newest.step + 1)
         self._filtered = state.ledger.given_up(RESTS, state.shipped.newest.step + 1)
+        self._tokens = Counter(dropped=sum(group.sampled for group in dropped))
+        """Tokens for prompts that no batch has, since the last one, by what became of them."""
         self._given_up: list[AnswerGroup] = []
         if dropped:
             logger.warning(
@@ -121,6 +123,7 @@ class BatchMaker:
         given_up = self.prompts.give_up(self.state.shipped.newest.step + 1)
         if given_up:
             self._given_up += given_up
+            self._tokens["failed"] += sum(group.sampled for group in given_up)
             self._failed.update(group.environment for group in given_up)
             self._unscored.update(group.environment for group in given_up if group.unscored)
             logger.warning("%d prompts are given up: too many of their answers have failed", len(given_up))
@@ -145,6 +148,7 @@ class BatchMaker:
             if reason := self._teaches_nothing(self.prompts.ready[place]):
                 group = self.prompts.leave_out(place, reason, step)
                 self._given_up.append(group)
+                self._tokens["redrawn"] += group.sampled
                 self._redrawn[group.environment] += 1
 
     def _teaches_nothing(self, group: AnswerGroup) -> str | None:
@@ -207,6 +211,7 @@ class BatchMaker:
             self.state.ledger.drop(group.place, "stale", step)
             self.prompts.drop(group.place)
             self._dropped[group.environment] += 1
+            self._tokens["dropped"] += group.sampled
         if len(self.prompts.ready) < size:
             return None
         by_age = sorted(self.prompts.ready.values(), key=lambda group: (group.oldest_step, group.place))
@@ -230,7 +235,7 @@ class BatchMaker:
         state.shipped.add(batch.header.ledger)
         self.remade.shipped(step)
         self._dropped, self._failed, self._redrawn, self._filtered = (Counter[int]() for _ in range(4))
-        self._unscored = Counter[int]()
+        self._unscored, self._tokens = Counter[int](), Counter[str]()
         self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
 
@@ -272,6 +277,7 @@ class BatchMaker:
                 **{name: counts.total() for name, counts in self._counts().items()},
                 **self._of_environments(groups, by_group, step),
                 **self._of_pools(step),
+                **self._of_tokens(groups),
                 "epoch": progress.total_problems / problems_of(self.state.sources),
                 "total_problems": progress.total_problems,
                 **call_metrics(source.environment.times.take() for source in self.state.sources),
@@ -328,6 +334,23 @@ class BatchMaker:
             if len(self.state.sources) > 1:
                 found.update({f"env/{source.label}/{name}": value for name, value in own.items()})
         return dict(found)
+
+    def _of_tokens(self, groups: list[AnswerGroup]) -> dict[str, float]:
+        """What became of tokens that were sampled since the last batch and teach nothing, and how many wait.
+
+        Args:
+            groups: of the batch.
+        """
+        found = {f"tokens/{fate}": self._tokens[fate] for fate in ("failed", "redrawn", "dropped")}
+        found["tokens/unlearned"] = 0
+        for group in groups:
+            masks, teaches = self.state.source(group).overlong.masks, self._teaches(group)
+            for one in group.rollouts:
+                if one.failed is not None:
+                    found["tokens/failed"] += one.sampled
+                elif not teaches or masks(one):
+                    found["tokens/unlearned"] += one.sampled
+        return {**found, "tokens/waiting": sum(group.sampled for group in self.prompts.waiting)}
 
     def _overlong(self, groups: list[AnswerGroup]) -> dict[str, float]:
         """What became of answers that are too long, where that differs from others."""

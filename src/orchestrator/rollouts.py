@@ -107,6 +107,11 @@ class Rollout(Sampled):
     seconds: float | None = field(default=None, compare=False)
 
     @property
+    def sampled(self) -> int:
+        """How many tokens were sampled, also of a program that is not whole."""
+        return self.versions[-1][2] if self.versions else len(self.token_ids)
+
+    @property
     def decided(self) -> bool:
         """Whether it is rewarded or has failed."""
         return self.reward is not None or self.failed is not None
@@ -184,6 +189,11 @@ class AnswerGroup:
         if len(rewards) < len(self.rollouts):
             raise ValueError(f"prompt {self.place} has answers without a reward")
         return rewards
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled for all its answers."""
+        return sum(rollout.sampled for rollout in self.rollouts)
 
     @property
     def oldest_step(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from cairn.run.files import read_note, write_json
 from cairn.run.jsonlines import JsonLines, Row, as_object
 from cairn.run.messages import Attempt
-from cairn.run.metrics import number
+from cairn.run.metrics import count_of, number
 from cairn.run.output import quoted
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class History(JsonLines):
     - not_sent: `sink` can't take what it is sent (`reason`); training goes on.
     - diagnosed: something was found to keep the run from learning, by the rules of `run/diagnosis`.
     - ended: attempt `number` is over, and the run is done, stopped, failed or killed (`state`).
-    - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
+    - recompute: `steps` finished steps came after the newest checkpoint, so they are done again, and with
+      them the training on `tokens` tokens, which events of earlier versions do not say.
     """
 
     def is_row(self, value: Any) -> bool:
@@ -86,10 +87,10 @@ class History(JsonLines):
         """The run goes on with another recipe."""
         self.append({"time": time.time(), "event": "change", **change})
 
-    def recompute(self, steps: int) -> None:
-        """Finished steps are done again."""
+    def recompute(self, steps: int, tokens: int) -> None:
+        """Finished steps, which had trained on so many tokens, are done again."""
         if steps:
-            self._note({"time": time.time(), "event": "recompute", "steps": steps})
+            self._note({"time": time.time(), "event": "recompute", "steps": steps, "tokens": tokens})
 
     def last_save(self, step: int, reason: str, *, saves: bool) -> None:
         """The run must end soon: whether its newest step is saved, and why."""
@@ -203,6 +204,8 @@ class Costs:
     restarts: Mapping[str, int]
     """How often each role was started again; roles that never were are left out."""
     recomputed_steps: int
+    recomputed_tokens: int
+    """Those that the steps had trained on which were done again."""
     useful_seconds: float
     """The time of the steps that count, see `Account`."""
     wall_seconds: float
@@ -219,6 +222,7 @@ class Costs:
             "restarts": sum(self.restarts.values()),
             **{f"restarts/{role}": count for role, count in sorted(self.restarts.items())},
             "recomputed_steps": self.recomputed_steps,
+            "recomputed_tokens": self.recomputed_tokens,
             "useful_seconds": self.useful_seconds,
             "wall_seconds": self.wall_seconds,
             "goodput": self.goodput,
@@ -239,11 +243,14 @@ class Account:
         self._useful = number(last_row or {}, f"{PREFIX}useful_seconds") or 0.0
         self._clock = WorkClock()
         self._restarts: dict[str, int] = {}
-        self._recomputed = 0
+        self._recomputed = self._recomputed_tokens = 0
         self._last_restart = 0.0
 
     def after_step(self, wait: float, step: float) -> dict[str, float]:
-        """The metrics for the row of a step that took `step` seconds after waiting for its batch `wait`."""
+        """The metrics for the row of a step that took `step` seconds after waiting for its batch `wait`.
+
+        wait: without what is start-up (`starting`).
+        """
         self._catch_up()
         disturbed = self._last_restart > time.time() - wait - step
         self._useful += step + (0.0 if disturbed else wait)
@@ -258,7 +265,8 @@ class Account:
         self._catch_up()
         wall = self._clock.at(time.time() if now is None else now)
         wall = max(wall, self._useful if self._clock.has_begun else 0.0)  # somebody has set the clock back
-        return Costs(dict(self._restarts), self._recomputed, self._useful, wall)
+        again = self._recomputed, self._recomputed_tokens
+        return Costs(dict(self._restarts), *again, self._useful, wall)
 
     def _catch_up(self) -> None:
         for event in self._history.new_rows():
@@ -268,6 +276,18 @@ class Account:
                 self._last_restart = event["time"]
             elif event["event"] == "recompute":
                 self._recomputed += event["steps"]
+                self._recomputed_tokens += count_of(event, "tokens")
+
+
+def starting(row: Mapping[str, Any]) -> float:
+    """Of the wait for an attempt's first batch, the seconds in which its servers could not answer yet.
+
+    That is what is left of `time/wait` beside requests and calls of the environment; these may have run at
+    the same time, so it is rather less than the truth. 0 where nothing is sampled.
+    """
+    names = ("time/wait", "time/generate", "time/rewards")
+    wait, generate, rewards = (number(row, name) for name in names)
+    return 0.0 if generate is None else max((wait or 0.0) - generate - (rewards or 0.0), 0.0)
 
 
 def _is_a(value: Any, kind: type) -> bool:

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cairn.run.jsonlines import JsonLines, as_object
 
@@ -26,6 +27,13 @@ def chained(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
+class Undone(NamedTuple):
+    """What is done again: finished steps, and the tokens that they had trained on."""
+
+    steps: int
+    tokens: int
+
+
 class MetricsLog(JsonLines):
     """The metrics of a run, in the order of steps; each row holds the key `step`."""
 
@@ -33,12 +41,13 @@ class MetricsLog(JsonLines):
         """Whether it says which step it is of."""
         return type(as_object(value).get("step")) is int
 
-    def keep_through(self, step: int) -> int:
-        """Drop the rows after `step`: the run goes on from there and writes them again. Returns how many."""
-        return self.drop(lambda row: row["step"] <= step)
+    def keep_through(self, step: int) -> Undone:
+        """Drop the rows after `step`: the run goes on from there and writes them again."""
+        tokens = sum(count_of(row, "learned_tokens") for row in self.rows() if row["step"] > step)
+        return Undone(self.drop(lambda row: row["step"] <= step), tokens)
 
 
-def number(row: dict[str, Any], key: str) -> float | None:
+def number(row: Mapping[str, Any], key: str) -> float | None:
     """A row's value, if it is a number."""
     value = row.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -47,6 +56,12 @@ def number(row: dict[str, Any], key: str) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def count_of(row: Mapping[str, Any], key: str) -> int:
+    """A row's value, if it is a count; 0 otherwise."""
+    value = number(row, key)
+    return int(value) if value is not None and 0 <= value < math.inf else 0
 
 
 def ranges_of(steps: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.run.directory import RunDirectory, checkpoints_by
-from cairn.run.files import read_json, read_note
+from cairn.run.files import DamagedFile, read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History
 from cairn.run.jsonlines import Row
@@ -124,6 +124,7 @@ class RunView:
     def __init__(self, path: str | Path):
         self.run = RunDirectory(path)
         self._metrics = MetricsLog(self.run.metrics.path)
+        self._evals = MetricsLog(self.run.evals.path)
         self._history = History(self.run.history.path)
 
     def metrics(self) -> Sequence[Row]:
@@ -133,6 +134,21 @@ class RunView:
             DamagedFile: the file as a whole can't be read.
         """
         return self._metrics.current()
+
+    def evals(self) -> Sequence[Row]:
+        """The rows of evals.jsonl, in the order of the file.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        return self._evals.current()
+
+    def known_evals(self) -> Sequence[Row]:
+        """The rows of evals.jsonl; none if the file as a whole can't be read."""
+        try:
+            return self.evals()
+        except DamagedFile:
+            return []
 
     def history(self) -> Sequence[Row]:
         """The events of history.jsonl.

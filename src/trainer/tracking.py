@@ -6,7 +6,7 @@ from typing import Any
 from cairn.config.trainer import TrainerBase
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.history import Account
+from cairn.run.history import Account, starting
 from cairn.run.messages import Attempt
 from cairn.run.metrics import CHAIN, chained
 from cairn.run.signals import stop_signals_blocked
@@ -66,6 +66,8 @@ class RunTracker(Tracker):
         self.log_file = run.metrics
         rows = run.metrics.rows()
         self._last: Mapping[str, Any] | None = rows[-1] if rows else None
+        self._is_first = True
+        """Whether no step of this process is logged yet."""
         self.account = Account(run.history.path, rows[-1] if rows else None)
         self.wandb = None
         if config.wandb:
@@ -89,7 +91,10 @@ class RunTracker(Tracker):
     def log(self, row: dict[str, Any]) -> None:
         """Record the metrics of one step, which the row names, and how the run fares."""
         self._last = row
-        row = {**row, **self.account.after_step(row["time/wait"], row["time/step"])}
+        start = starting(row) if self._is_first else 0.0
+        self._is_first = False
+        costs = self.account.after_step(row["time/wait"] - start, row["time/step"])
+        row = {**row, **({"time/start": start} if start else {}), **costs}
         self.log_file.append(row)
         if self.wandb:
             self.wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])

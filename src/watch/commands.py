@@ -21,7 +21,17 @@ from cairn.run.output import duration, printable
 from cairn.run.spans import chrome_trace, read
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
-from cairn.watch.goodput import TimeAccount, account_rows, phase_rows, sentence, time_account
+from cairn.watch.goodput import (
+    TimeAccount,
+    TokenAccount,
+    account_rows,
+    phase_rows,
+    sentence,
+    time_account,
+    token_account,
+    token_rows,
+    token_sentence,
+)
 from cairn.watch.overview import Overview, overview
 
 DEPTH = 4
@@ -140,14 +150,18 @@ class DiagnoseRun(ToolCommand):
     def execute(self) -> int:
         view = _view(self.run)
         shown = overview(view, here=str(self.run))
-        account = time_account(view.metrics(), view.history(), view.costs())
+        costs = view.costs()
+        account = time_account(view.metrics(), view.history(), costs)
+        tokens = token_account(view.metrics(), costs, view.known_evals())
         if self.trace is not None:
             write_atomic(self.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
         if self.as_json:
             found = [dataclasses.asdict(finding) for finding in shown.findings]
             money = {} if self.price is None else {"price": account.price(self.price)}
             times = {"seconds": account.seconds, "idle": account.idle, "ettr": account.ettr, **money}
-            print(json.dumps({"findings": found, "time": times}, indent=2))
+            of_tokens = {"tokens": tokens.tokens, "total": tokens.total}
+            of_tokens |= {} if self.price is None else {"price": tokens.price(account.cost(self.price))}
+            print(json.dumps({"findings": found, "time": times, "tokens": of_tokens}, indent=2))
             return WRONG if shown.findings else 0
         of = f" of {shown.max_steps}" if shown.max_steps else ""
         print(f"{printable(self.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
@@ -162,6 +176,9 @@ class DiagnoseRun(ToolCommand):
             print(f"a step takes {shown.pace:.3g} s: {computes}")
         print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
         print_account(account, self.price)
+        whole = None if self.price is None else account.cost(self.price)
+        print(f"\n{token_sentence(tokens, whole)}\n")
+        print_tokens(tokens, whole)
         if rows := phase_rows(read(view.run.spans)):
             print()
             print_table(["role", "what it did", "time", "share"], rows)
@@ -177,6 +194,16 @@ def print_account(account: TimeAccount, price: float | None) -> None:
     print_table(["time", "how long", "share", *(["price"] if price is not None else []), "what it is"], rows)
     if account.idle >= 1:
         print(f"and for {duration(account.idle)} between attempts nobody was at work on it")
+
+
+def print_tokens(account: TokenAccount, whole: float | None) -> None:
+    """What became of the run's tokens, and what they have cost if the whole run has cost so much."""
+    rows, money = token_rows(account), account.price(whole or 0.0)
+    if whole is not None:
+        rows = [[fate, count, share, f"{money[fate]:,.2f}", what] for fate, count, share, what in rows]
+    if rows:
+        columns = ["tokens", "how many", "share", *(["price"] if whole is not None else []), "what it is"]
+        print_table(columns, rows)
 
 
 def _view(path: Path) -> RunView:

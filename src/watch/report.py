@@ -20,7 +20,15 @@ from cairn.run.files import DamagedFile
 from cairn.run.output import duration, printable
 from cairn.run.spans import read
 from cairn.run.view import RunView
-from cairn.watch.goodput import account_rows, phase_rows, sentence, time_account
+from cairn.watch.goodput import (
+    account_rows,
+    phase_rows,
+    sentence,
+    time_account,
+    token_account,
+    token_rows,
+    token_sentence,
+)
 from cairn.watch.overview import Curve, Overview, overview
 from cairn.watch.page.curves import thin
 
@@ -180,6 +188,10 @@ def _time(view: RunView) -> Iterator[str]:
         yield _table(["time", "how long", "share", "what it is"], rows)
     if rows := phase_rows(read(view.run.spans)):
         yield _table(["role", "what it did", "how long", "share"], rows)
+    tokens = token_account(view.metrics(), view.costs(), view.known_evals())
+    yield f"<h2>Tokens</h2><p>{escape(token_sentence(tokens))}</p>"
+    if rows := token_rows(tokens):
+        yield _table(["tokens", "how many", "share", "what it is"], rows)
 
 
 def _checkpoints(folder: Path) -> Iterator[str]:
@@ -205,7 +217,7 @@ def _checkpoints(folder: Path) -> Iterator[str]:
 
 def _evaluations(view: RunView) -> Iterator[str]:
     try:
-        rows = view.run.evals.rows()
+        rows = view.evals()
     except DamagedFile as error:
         yield f"<h2>Evaluations</h2><p>{escape(str(error))}</p>"
         return

@@ -94,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(run.recipe, {"trainer": {"settings": {}}})
     run.history.begin_attempt(1, None)
     run.history.restart("trainer", step=3, reason="died", how="is started again")
-    run.history.recompute(2)
+    run.history.recompute(2, 800)
     for role in ("trainer", "orchestrator"):
         run.set_role(role, "running", 1, socket.gethostname())
         run.heartbeats.mkdir(exist_ok=True)

@@ -136,7 +136,7 @@ def test_a_run_without_restarts_has_no_account(run: RunDirectory):
     run.metrics.append({"step": 1, **ROW, "run/useful_seconds": 1.0})
     assert display.account() is None
     run.history.restart("trainer", step=1, reason="died", how="is started again")
-    run.history.recompute(3)
+    run.history.recompute(3, 1200)
     assert display.account().startswith("1 restart, 3 steps recomputed, goodput ")
 
 

@@ -229,6 +229,9 @@ def test_numbers_are_those_of_the_python_api_to_the_digit(tmp_path: Path, ask: A
     for row in best:
         whole = kept[row["step"], row["place"], row["sample"]]
         assert all(row[name] == whole[name] for name in ("reward", "seconds", "tokens", "parts", "problem"))
+    account = ask("goodput", "run=run")
+    assert account["time"]["values"] == cairn.Run(run.path).time_account().seconds
+    assert account["tokens"]["values"] == cairn.Run(run.path).token_account().tokens
     evaluations = ask("evaluations", "run=run")
     assert evaluations[0]["rows"] == run.evals.rows()
 

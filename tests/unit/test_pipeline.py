@@ -697,8 +697,14 @@ def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
     run = begin(config, ATTEMPT)
     trainer = Trainer(run, ATTEMPT, 9, random.Random(0))
 
+    sampled: list[Generation] = []
+
     class OneIsSlow(Servers):
         async def _answer(self, seed: int, max_tokens: int) -> Generation:
+            sampled.append(await self._sample(seed, max_tokens))
+            return sampled[-1]
+
+        async def _sample(self, seed: int, max_tokens: int) -> Generation:
             if len(self.asked) == 4:  # until the policy that it is asked of is older than may be trained on
                 begun = len(trainer.trained)
                 async with asyncio.timeout(DEADLINE):
@@ -711,6 +717,9 @@ def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
     assert dropped >= 1
     noted = sqlite3.connect(run.ledger).execute("SELECT reason FROM dropped").fetchall()
     assert noted == [("stale",)] * dropped
+    names = ("rollout/tokens", "tokens/failed", "tokens/redrawn", "tokens/dropped")
+    accounted = sum(batch.metrics[name] for batch in trainer.trained for name in names)
+    assert accounted == sum(len(one.token_ids) for one in sampled), "every token that was sampled, once"
     assert_promises_kept(trainer.trained, 1, config.seed)
     assert sorted(places(trainer.trained)) == list(range(9 * PROMPTS))
 

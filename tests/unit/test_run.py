@@ -302,11 +302,11 @@ def test_a_damaged_row_costs_no_other(tmp_path: Path, caplog, damaged: bytes):
     lines = [json.dumps(row).encode() for row in rows]
     log.path.write_bytes(b"\n".join([lines[0], damaged, *lines[1:], b""]))
     assert log.rows() == follower.new_rows() == rows
-    assert log.keep_through(3) == 1
+    assert log.keep_through(3).steps == 1
     assert log.path.read_bytes() == b"\n".join([*lines[:2], b""])
     assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == damaged + b"\n"
     log.append({"step": 4})
-    assert log.keep_through(4) == 0
+    assert log.keep_through(4).steps == 0
     assert log.rows() == rows
     assert caplog.text.count("took out 1 damaged line, now in metrics.jsonl.damaged-1") == 1
     assert len(list(tmp_path.iterdir())) == 2
@@ -317,7 +317,7 @@ def test_an_event_stands_on_a_line_of_its_own(tmp_path: Path):
     history = History(tmp_path / "history.jsonl")
     history.begin_attempt(1, None)
     first = history.path.read_bytes()
-    history.recompute(5)
+    history.recompute(5, 2000)
     whole = history.path.read_bytes()
     for end in range(len(whole) + 1):
         history.path.write_bytes(whole[:end])
@@ -338,7 +338,7 @@ def test_an_event_stands_on_a_line_of_its_own(tmp_path: Path):
 def test_events_that_lack_something_count_as_damaged(tmp_path: Path, event: dict):
     history = History(tmp_path / "history.jsonl")
     history.append(event)
-    history.recompute(2)
+    history.recompute(2, 800)
     assert [row["event"] for row in history.rows()] == ["recompute"]
     assert Account(history.path, {"run/useful_seconds": "x"}).metrics()["run/recomputed_steps"] == 2
 

@@ -205,20 +205,20 @@ def test_goodput_counts_kept_steps_over_the_time_at_work(tmp_path: Path, monkeyp
     account = Account(history.path, None)
     clock[0] = 1010.0
     assert account.after_step(wait=1.0, step=4.0) == {
-        **{"run/restarts": 0, "run/recomputed_steps": 0},
+        **{"run/restarts": 0, "run/recomputed_steps": 0, "run/recomputed_tokens": 0},
         **{"run/useful_seconds": 5.0, "run/wall_seconds": 10.0, "run/goodput": 0.5},
     }
     kept = account.metrics()
     clock[0] = 1012.0
     account.after_step(wait=0.0, step=2.0)  # which is lost
     history.restart("trainer", step=2, reason="died", how="is started again")
-    history.recompute(1)
+    history.recompute(1, 400)
     account = Account(history.path, kept)
     clock[0] = 1020.0
     metrics = account.after_step(wait=10.0, step=2.0)  # the restart fell into the wait, which then is no use
     assert metrics["run/useful_seconds"] == 7.0
     assert (metrics["run/restarts"], metrics["run/restarts/trainer"]) == (1, 1)
-    assert metrics["run/recomputed_steps"] == 1
+    assert (metrics["run/recomputed_steps"], metrics["run/recomputed_tokens"]) == (1, 400)
     clock[0] = 9000.0
     history.begin_attempt(2, last_active=1030.0)
     clock[0] = 9010.0

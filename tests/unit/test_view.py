@@ -40,7 +40,7 @@ def test_everything_that_a_run_directory_says(run: RunDirectory):
     beat(run, "orchestrator", 9, "of the process before")
     run.history.begin_attempt(1, None)
     run.history.restart("orchestrator", step=4, reason="died", how="is started again")
-    run.history.recompute(2)
+    run.history.recompute(2, 800)
     for step in (4, 5):
         run.metrics.append({"step": step, "loss": 1.0 / step})
     run.batches.mkdir()

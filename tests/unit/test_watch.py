@@ -21,15 +21,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cairn
+from cairn.config.trainer import TrainerConfig
 from cairn.launch import main
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
-from cairn.run.history import Costs, resumed
+from cairn.run.history import Costs, resumed, starting
 from cairn.run.messages import Attempt
 from cairn.run.output import duration
 from cairn.run.view import RunView
+from cairn.trainer.tracking import RunTracker
 from cairn.watch.commands import find_runs
-from cairn.watch.goodput import sentence, time_account
+from cairn.watch.goodput import (
+    sentence,
+    time_account,
+    token_account,
+    token_rows,
+    token_sentence,
+)
 from cairn.watch.overview import Curve, overview
 from cairn.watch.terminal import BLOCKS, spark
 
@@ -280,7 +288,7 @@ def test_every_second_of_a_run_is_accounted_for():
     """Started for 20 s, two steps, a stop of 100 s, 8 s to come back, a step with a save, 5 s since then."""
     rows = timed((2, 1, 23), (2, 1, 26), (2, 1, 37), (2, 1, 41))
     rows[3]["time/save_stall"] = 0.5
-    account = time_account(rows, history((1000, 0), (1126, 100)), Costs({}, 0, 12, 46))
+    account = time_account(rows, history((1000, 0), (1126, 100)), Costs({}, 0, 0, 12, 46))
     assert account.seconds == {
         "computed": 8,
         "waited": 4,
@@ -298,9 +306,58 @@ def test_restarts_and_what_is_done_again_are_lost_time():
     rows = timed((2, 1, 23), (2, 30, 55), (2, 1, 70))
     rows[1] |= {"run/restarts": 1}
     rows[2] |= {"run/restarts": 1, "run/recomputed_steps": 2}
-    account = time_account(rows, history((1000, 0), (1060, 0)), Costs({"trainer": 1}, 2, 8, 70))
+    account = time_account(rows, history((1000, 0), (1060, 0)), Costs({"trainer": 1}, 2, 800, 8, 70))
     assert account.seconds["lost"] == 30 + 12
     assert account.wall == 70
+
+
+def test_the_wait_for_a_starting_server_is_start_and_no_use(tmp_path: Path):
+    """Of 30 s for the first batch of an attempt, requests and rewards explain 6 s."""
+    row = {"time/wait": 30.0, "time/step": 2.0, "time/generate": 5.0, "time/rewards": 1.0}
+    assert starting(row) == 24
+    assert starting(row | {"time/generate": 29.5}) == 0
+    assert starting({"time/wait": 30.0}) == 0, "nothing is sampled"
+    rows = timed((2, 30, 34), (2, 1, 37))
+    rows[0] |= {"time/start": 24.0}
+    account = time_account(rows, history((1000, 0)), Costs({}, 0, 0, 11, 37))
+    assert account.seconds == dict(computed=4, waited=7, saved=0, started=26, lost=0, other=0)
+    run = RunDirectory(tmp_path)
+    run.history.begin_attempt(1, None)
+    tracker = RunTracker(TrainerConfig(wandb=None), run, Attempt("5eed", 1, "rl", 0, None, "branch_1"))
+    for step in (1, 2):
+        tracker.log({"step": step, **row})
+    assert [row.get("time/start") for row in run.metrics.rows()] == [24.0, None]
+    assert [row["run/useful_seconds"] for row in run.metrics.rows()] == [8.0, 40.0]
+
+
+# What became of the tokens.
+
+
+def test_every_token_of_a_run_is_accounted_for():
+    row = {"rollout/tokens": 100, "learned_tokens": 70, "lost_tokens": 5, "tokens/unlearned": 20}
+    thrown_away = {"tokens/failed": 7, "tokens/redrawn": 8, "tokens/dropped": 9}
+    rows = [{"step": 1, **row, **thrown_away, "tokens/waiting": 90}, {"step": 2, **row, "tokens/waiting": 40}]
+    account = token_account(rows, Costs({}, 3, 300, 1, 1), [{"tokens": 2.5, "samples": 4}, {"loss": 1.0}])
+    assert account.tokens == {
+        **dict(trained=150, unlearned=50, failed=7, redrawn=8, dropped=9),
+        **dict(waiting=40, evaluated=10, repeated=300),
+    }
+    assert account.total == 574
+    assert sum(account.price(57.4).values()) == pytest.approx(57.4)
+    assert account.price(57.4)["trained"] == pytest.approx(15)
+    assert token_sentence(account, 57.4) == (
+        "26% of 574 tokens were trained on; 52% repeated, 9% unlearned, 7% waiting, "
+        "382,666.67 a million trained tokens"
+    )
+    assert token_rows(account)[0][:3] == ["trained", "150", "26%"]
+
+
+def test_tokens_of_records_are_those_to_learn_from():
+    """In SFT, and in runs of earlier versions, which do not say more."""
+    account = token_account([{"step": 1, "learned_tokens": 90, "lost_tokens": 10}], Costs({}, 0, 0, 1, 1))
+    assert {fate: count for fate, count in account.tokens.items() if count} == dict(trained=90, unlearned=10)
+    nothing = token_account([{"step": 1, "learned_tokens": float("nan")}], Costs({}, 0, 0, 1, 1))
+    assert (token_sentence(nothing, 5.0), token_rows(nothing)) == ("no token yet", [])
 
 
 NUMBERS = st.floats(0, 1e6) | st.none()
@@ -311,7 +368,7 @@ def test_the_kinds_of_time_add_up_to_the_wall_time(rows: list[tuple], wall: floa
     """Or to more, where the rows alone have taken longer than that, because a clock was set back."""
     names = ("time/step", "time/wait", "run/wall_seconds", "time/save_stall")
     seen = [{"step": n, **dict(zip(names, row, strict=True))} for n, row in enumerate(rows, start=1)]
-    account = time_account(seen, history((0, 0), (50, 10)), Costs({}, 0, 0, wall))
+    account = time_account(seen, history((0, 0), (50, 10)), Costs({}, 0, 0, 0, wall))
     assert all(seconds >= 0 for seconds in account.seconds.values())
     assert account.wall >= wall * (1 - 1e-9)
     assert 0 <= account.ettr <= 1
@@ -322,6 +379,7 @@ def test_the_account_is_in_money_if_an_hour_has_a_price(tmp_path: Path, said: Ca
     run = make(tmp_path / "run", **{"run/wall_seconds": 3600.0})
     _, out, _ = said("diagnose", run.path, "--price", "2.5")
     assert re.search(r"computed +8 s +\d+% +0.01 +steps that count", out)
+    assert re.search(r"trained +1,600 +100% +2.51 +learned from", out)
     code, _, err = said("diagnose", run.path, "--price", "cheap")
     assert (code, "--price" in err and "a number" in err) == (2, True)
 
@@ -369,3 +427,4 @@ def test_python_gets_the_numbers_that_are_shown(tmp_path: Path, said: Callable):
     assert (listed["pace"], listed["step"]) == (shown.pace, shown.step)
     assert [one["rule"] for one in diagnosed["findings"]] == [one.rule for one in shown.findings]
     assert diagnosed["time"]["seconds"]["computed"] == account.seconds["computed"] == 8.0
+    assert diagnosed["tokens"]["tokens"] == cairn.Run(run.path).token_account().tokens

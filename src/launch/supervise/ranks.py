@@ -203,7 +203,7 @@ class Ranks:
             while True:
                 heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()
-                self.run.history.recompute(self.run.metrics.keep_through(attempt.start_step))
+                self.run.history.recompute(*self.run.metrics.keep_through(attempt.start_step))
                 try:
                     self._fill()
                     return self._train(attempt)

@@ -180,10 +180,14 @@ class Prompts:
         self.ledger.fail(group, reason, step)
         return group
 
+    @property
+    def waiting(self) -> list[AnswerGroup]:
+        """The groups that are issued and may be in a batch yet, but for those that have failed."""
+        return [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
+
     def older_than(self, step: int) -> list[AnswerGroup]:
         """The groups that have a token from a policy before `step`."""
-        groups = [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
-        return [group for group in groups if group.oldest_step < step]
+        return [group for group in self.waiting if group.oldest_step < step]
 
     def drop(self, place: int) -> None:
         """Forget the answers to the prompt at `place`, so that it is issued again."""

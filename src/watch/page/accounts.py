@@ -19,6 +19,15 @@ from cairn.orchestrator.ledger import RESTS, LedgerSummary
 from cairn.orchestrator.rollout_log import Row, kind_of
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.jsonlines import as_object
+from cairn.run.view import RunView
+from cairn.watch.goodput import (
+    FATES,
+    MEANING,
+    sentence,
+    time_account,
+    token_account,
+    token_sentence,
+)
 from cairn.watch.overview import resume_command
 from cairn.watch.page.rollout_index import RolloutIndex
 
@@ -138,6 +147,36 @@ def ledger_account(summary: LedgerSummary, step: int) -> LedgerAccount:
         tries=dict(Counter(str(row["reason"]) for row in summary.dropped)),
         waiting_answers=summary.answers,
     )
+
+
+def goodput(view: RunView, price: float | None) -> dict[str, Any]:
+    """What became of a run's time and tokens: a sentence, values by kind, what the kinds are, and money.
+
+    Args:
+        price: of an hour of the run's machines.
+
+    Raises:
+        DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
+    """
+    costs = view.costs()
+    times = time_account(view.metrics(), view.history(), costs)
+    tokens = token_account(view.metrics(), costs, view.known_evals())
+    whole = None if price is None else times.cost(price)
+    return {
+        "time": {
+            "sentence": sentence(times),
+            "values": times.seconds,
+            "meaning": MEANING,
+            "price": None if price is None else times.price(price),
+            "idle": times.idle,
+        },
+        "tokens": {
+            "sentence": token_sentence(tokens, whole),
+            "values": tokens.tokens,
+            "meaning": FATES,
+            "price": None if whole is None else tokens.price(whole),
+        },
+    }
 
 
 def _count(counts: Sequence[Counter[str]], spans: Iterable[tuple[int, int, int]], name: str) -> None:

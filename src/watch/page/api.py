@@ -129,8 +129,10 @@ class RunApi:
     Every method may raise DamagedFile, if a file of the run as a whole can't be read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, price: float | None = None):
+        """price: of an hour of the machines of a run."""
         self.folder = folder.absolute()
+        self.price = price
         self._readers: dict[str, RunReader] = {}
         self._looked = -1e9
         self._lock = threading.Lock()
@@ -235,7 +237,7 @@ class RunApi:
     def evaluations(self, run: str) -> list[curves.EvaluationResults]:
         """The results of all evaluations and validations."""
         with self._run(run) as reader:
-            return curves.evaluations_of(reader.view.run.evals.rows())
+            return curves.evaluations_of(reader.view.evals())
 
     # Rollouts
 
@@ -342,6 +344,11 @@ class RunApi:
             )
             found = reader.kept("checkpoints", lambda: accounts.checkpoints(folder, config, history))
         return {**found, "branches": accounts.branches(found["rows"])}
+
+    def goodput(self, run: str) -> dict[str, Any]:
+        """What became of the run's time and tokens, and what they have cost if an hour has a price."""
+        with self._run(run) as reader:
+            return accounts.goodput(reader.view, self.price)
 
     # Events
 

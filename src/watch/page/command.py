@@ -37,6 +37,8 @@ class ServeDash(ToolCommand):
     """Where runs are looked for, or one run's --output-dir."""
     port: int | None = Field(default=None, ge=0, le=65535)
     """The port (default: 8265, or the next free one; 0: any free one)."""
+    price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The price of an hour of a run's machines, in any unit: its time and tokens are in money, too."""
 
     def execute(self) -> int:
         if not self.folder.is_dir():
@@ -58,7 +60,7 @@ class ServeDash(ToolCommand):
                 print(f"{runs}; new ones appear by themselves. Ctrl-C ends this page.")
                 print(address, flush=True)
             config = uvicorn.Config(
-                make_app(self.folder, token),
+                make_app(self.folder, token, self.price),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

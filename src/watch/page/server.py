@@ -100,9 +100,9 @@ def _plain(text: str, status: int, headers: Mapping[str, str] | None = None) -> 
     return PlainTextResponse(text, status, headers={**HEADERS, **(headers or {})})
 
 
-def make_app(folder: Path, token: str) -> ASGIApp:
-    """The server of all runs below a folder."""
-    api = RunApi(folder)
+def make_app(folder: Path, token: str, price: float | None = None) -> ASGIApp:
+    """The server of all runs below a folder. price: of an hour of a run's machines."""
+    api = RunApi(folder, price)
     routes = [Route(f"/api/{name}", _endpoint(ask), methods=["GET"]) for name, ask in _questions(api).items()]
     routes += [Route("/{name:path}", _static, methods=["GET"])]
     return TokenGuard(Starlette(routes=routes), token)
@@ -252,6 +252,7 @@ def _questions(api: RunApi) -> dict[str, Callable[[QueryArguments], object]]:
         "discarded": lambda a: api.discarded(a.text("run")),
         "account": lambda a: api.account(a.text("run")),
         "checkpoints": lambda a: api.checkpoints(a.text("run")),
+        "goodput": lambda a: api.goodput(a.text("run")),
         "timeline": lambda a: api.timeline(a.text("run"), a.count("last", 500, 100_000)),
         "logs": lambda a: api.logs(a.text("run")),
         "log": lambda a: api.log(a.text("run"), a.text("name"), a.whole("before")),

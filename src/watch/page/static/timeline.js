@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { shares } from "./bars.js";
 import { timeTicks } from "./chart.js";
 import { button, fill, h, s, table } from "./dom.js";
+import { accounts } from "./goodput.js";
 import { clock, onClock, several, shown, span } from "./format.js";
 import { elsewhere, go, read } from "./state.js";
 
@@ -13,8 +14,8 @@ const LEFT = 70;
 
 export function open(root) {
   let closed = false, found = null, range = null, many = 500, drawnAt = 0;
-  const drawing = h("div", { class: "panel" }), below = h("div", { class: "two" }), events = h("div", { class: "panel" });
-  fill(root, drawing, below, events);
+  const drawing = h("div", { class: "panel" }), became = h("div", { class: "two" }), below = h("div", { class: "two" }), events = h("div", { class: "panel" });
+  fill(root, drawing, became, below, events);
   new ResizeObserver(() => closed || !found || Math.abs(drawing.clientWidth - drawnAt) < 2 || draw()).observe(drawing);
 
   function draw() {
@@ -84,6 +85,12 @@ export function open(root) {
     if (closed) return;
     draw();
     if (found.steps.length || found.marks.length) drawBelow();
+    try {
+      const account = await ask("goodput", { run: read().run });
+      if (!closed) fill(became, accounts(account));
+    } catch (error) {
+      fill(became, h("p", { class: "error" }, shown(error.message)));
+    }
   }
   load();
   return { refresh: load, close: () => { closed = true; } };
