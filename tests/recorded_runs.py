@@ -281,6 +281,14 @@ def _evaluations(run: RunDirectory) -> None:
         for k, more in ((1, -0.05), (2, 0.1), (4, 0.2)):
             row |= {f"pass@{k}": score + more, f"pass@{k}_ci95": 0.06 - k / 200}
         run.evals.append(row)
+    kept = KeptRollouts(run.evaluated("held_out"))
+    for step, right in ((50, {3, 10}), (60, {0, 1, 2, 3})):  # of problems 0 to 4, 10 to 13, and 20
+        rows = [
+            rollout(step, place, sample, problem=problem, trained=False,
+                    reward=None if problem == step // 10 + 7 else float(problem in right))
+            for place, problem in enumerate((0, 1, 2, 3, 4, 10, 11, 12, 13, 20)) for sample in range(2)
+        ]  # fmt: skip
+        kept.write(step, rows, ATTEMPT, math.inf)
 
 
 def _logs(run: RunDirectory) -> None:

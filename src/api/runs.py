@@ -11,6 +11,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.view import RunSnapshot, RunView, State
+from cairn.watch.evaluations import Flips, flips_of
 from cairn.watch.goodput import TimeAccount, TokenAccount, time_account, token_account
 from cairn.watch.overview import Overview, overview
 
@@ -135,6 +136,15 @@ class Run:
         import pandas as pd
 
         return pd.DataFrame(self._view.evals())
+
+    def flips(self, name: str, before: int, after: int) -> Flips:
+        """What has changed in the evaluation `name` from the policy of step `before` to that of `after`.
+
+        Raises:
+            cairn.UsageError: the answers of one of them are not kept.
+            cairn.CairnError: a file of answers is damaged.
+        """
+        return flips_of(self._view.run, self._view.known_config(), name, before, after)
 
     @property
     def steps(self) -> list[Step]:

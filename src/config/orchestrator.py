@@ -58,7 +58,8 @@ class OrchestratorConfig(SharedConfig):
     max_failed_share: float = Field(default=0.1, ge=0, le=1)
     """Share of the run's prompts that may be given up; with more, the finished run ends with exit code 1."""
     keep_rollouts_gb: float = Field(default=10, ge=0, allow_inf_nan=False)
-    """Gigabytes of shipped answers to keep in rollouts/; those of the oldest steps go first. 0 keeps none."""
+    """Gigabytes of shipped answers to keep in rollouts/, and of each evaluation's below evals/; those of the
+    oldest steps go first. 0 keeps none."""
     max_off_policy_steps: int = Field(default=1, ge=0)
     """Maximum age of the sampling policy, in steps; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False

@@ -341,8 +341,12 @@ class BatchMaker:
         Args:
             groups: of the batch.
         """
-        found = {f"tokens/{fate}": self._tokens[fate] for fate in ("failed", "redrawn", "dropped")}
-        found["tokens/unlearned"] = 0
+        found = {
+            "tokens/unlearned": 0,
+            "tokens/failed": self._tokens["failed"],
+            "tokens/redrawn": self._tokens["redrawn"],
+            "tokens/dropped": self._tokens["dropped"],
+        }
         for group in groups:
             masks, teaches = self.state.source(group).overlong.masks, self._teaches(group)
             for one in group.rollouts:

@@ -23,6 +23,7 @@ from cairn.orchestrator.completion.completers import make_completer
 from cairn.orchestrator.environments import ask, make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.opening import remove
+from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import GeneratingServers
 from cairn.orchestrator.state import OrchestratorState
@@ -81,7 +82,9 @@ class Evaluations:
         for one in self._due(step, last):
             name = one.config.name
             ledger = self._state.run.evaluations / f"{name}_step_{step}.sqlite"
-            row = (await one.run(self._policy(step), ledger, self._chat, self._state.servers)).row
+            found = await one.run(self._policy(step), ledger, self._chat, self._state.servers)
+            await asyncio.to_thread(self._keep, one, step, found)
+            row = found.row
             self._state.run.evals.append(row)
             self._state.run.evals.make_durable()
             self._rate_steps()
@@ -91,6 +94,14 @@ class Evaluations:
                 {f"eval/{name}/{key}": value for key, value in numbers.items()}
                 | {f"eval/{name}/step": float(step)}
             )
+
+    def _keep(self, evaluation: "Evaluation", step: int, found: "Evaluated") -> None:
+        """Keep the answers, so that policies can be compared problem by problem; called in a thread."""
+        config = evaluation.config
+        kept = KeptRollouts(self._state.run.evaluated(config.name))
+        rows = rows_of(step, found.groups, [config.environment.called], self._chat, trained=False)
+        kept.write(step, rows, self._state.attempt, self._state.config.keep_rollouts_gb)
+        kept.flush()
 
     def _rate_steps(self) -> None:
         """Tell retention of the results, if it may have to know them."""

@@ -190,6 +190,10 @@ class RunDirectory:
             self._known = content.attempt
         return content
 
+    def evaluated(self, name: str) -> Path:
+        """Where the answers of an evaluation are kept: a file a step, as in `rollouts`."""
+        return self.evaluations / name / "rollouts"
+
     def calls(self, role: str) -> Path:
         """Where a role notes its calls of user code (`run/noted_calls.py`)."""
         return self.heartbeats / f"{role}.calls"
@@ -352,6 +356,9 @@ class RunDirectory:
         dropped = self.evals.drop(lambda row: row["step"] <= step or not branch.items() <= row.items())
         for path in entries(self.evaluations, ""):
             if (match := EVALUATION_NAME.fullmatch(path.name)) and int(match[1]) > step:
+                path.unlink()
+        for path in self.evaluations.glob("*/rollouts/*.parquet"):
+            if (match := ROLLOUTS_NAME.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
         return dropped
 

@@ -322,7 +322,7 @@ def test_evaluations_of_policies_that_become_others_are_forgotten(made: Path, tm
         config = make_config(run.path).model_copy(update=changed)
         start = choose_start(config, needs=PARTS)
         begin(run, config, start, plan_recipe(KINDS["trainer"], config, start), command="trainer")
-        ledgers = sorted(path.name for path in run.evaluations.iterdir())
+        ledgers = sorted(path.name for path in run.evaluations.rglob("*_*"))
         assert ratings_in(store.root) == ratings_of(run.evals.rows())
         return [row["step"] for row in run.evals.rows()], ledgers
 
@@ -333,9 +333,15 @@ def test_evaluations_of_policies_that_become_others_are_forgotten(made: Path, tm
         run.evals.append({"step": step, "name": "a", "run_id": RUN, "branch": branch, "reward": 0.5})
     for name in ("a_step_6.sqlite", "a_step_7.sqlite", "a_step_7.sqlite-wal"):
         (run.evaluations / name).touch()
+    run.evaluated("a").mkdir(parents=True)
+    for step in (4, 5, 6, 7):
+        (run.evaluated("a") / f"step_{step}.parquet").touch()
     note(store.root, ratings_of(run.evals.rows()))
-    assert begin_again() == ([4, 5, 6, 8], ["a_step_6.sqlite"])
-    assert begin_again(optimizer=AdamWConfig(lr=0.5)) == ([4, 8], [])
+    assert begin_again() == (
+        [4, 5, 6, 8],
+        ["a_step_6.sqlite", *(f"step_{step}.parquet" for step in (4, 5, 6))],
+    )
+    assert begin_again(optimizer=AdamWConfig(lr=0.5)) == ([4, 8], ["step_4.parquet"])
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.policy.generation import SamplingParams
 from cairn.run.batches import RLBatch
 from cairn.run.messages import PolicyName
+from cairn.watch.evaluations import answers_of, evaluations_of
 
 __all__ = ["configuration"]
 LAST = 7
@@ -81,7 +83,14 @@ def test_each_policy_that_is_due_is_evaluated_once_whoever_dies(
     assert {step for temperature, step in servers.sampled if temperature == 0.5} == {0, 3, 6, 7}
     lost = sum(count - 1 for count in Counter(servers.evaluated).values())
     assert lost <= 12 * len(deaths)  # what was being generated when the orchestrator died
-    assert not list((run.path / "evals").iterdir())
+    assert [path.name for path in (run.path / "evals").iterdir()] == ["words"], "no ledger is left"
+    for row in found:
+        answers = [one["reward"] for one in answers_of(run, "words").read(row["step"])]
+        assert (len(answers), fmean(answers)) == (24, pytest.approx(row["reward"]))
+    kept = next(one for one in evaluations_of(run, found) if one.name == "words")
+    assert kept.steps == [0, 3, 6, 7]
+    flips = cairn.Run(run.path).flips("words", 0, 7)
+    assert flips.both + flips.neither + len(flips.gained) + len(flips.lost) == 6
     in_batches = [batch for batch in trainer.trained if "eval/words/reward" in batch.metrics]
     assert {batch.metrics["eval/words/step"] for batch in in_batches} <= {0.0, 3.0, 6.0}
     if not deaths:

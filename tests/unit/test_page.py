@@ -232,7 +232,15 @@ def test_numbers_are_those_of_the_python_api_to_the_digit(tmp_path: Path, ask: A
     account = ask("goodput", "run=run")
     assert account["time"]["values"] == cairn.Run(run.path).time_account().seconds
     assert account["tokens"]["values"] == cairn.Run(run.path).token_account().tokens
+    flips = ask("flips", "run=run&name=held_out&before=50&after=60")
+    assert [one["problem"] for one in flips["gained"]] == [0, 1, 2]
+    assert [one["problem"] for one in flips["lost"]] == [10]
+    assert (flips["both"], flips["neither"], flips["unmatched"]) == (1, 3, 2)
+    assert flips["chance"] == cairn.Run(run.path).flips("held_out", 50, 60).chance == 0.625
+    for name, after in (("held_out", 40), ("..", 60), ("none", 60), ("", 60)):
+        assert "not kept" in ask("flips", f"run=run&name={name}&before=50&after={after}", 400)["error"]
     evaluations = ask("evaluations", "run=run")
+    assert evaluations[0]["steps"] == [50, 60]
     assert evaluations[0]["rows"] == run.evals.rows()
 
 
@@ -573,7 +581,9 @@ def test_the_account_says_where_every_prompt_is(tmp_path: Path):
 
 def test_discarded_answers_have_their_reasons_and_costs(tmp_path: Path):
     busy(tmp_path / "run", steps=20)
-    found = RunApi(tmp_path).discarded("run")
+    api = RunApi(tmp_path)
+    while (found := api.discarded("run"))["left"]:
+        pass
     reasons = {(one.reason, one.failed): 0 for one in found["groups"]}
     for one in found["groups"]:
         reasons[one.reason, one.failed] += one.answers

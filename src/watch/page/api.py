@@ -23,6 +23,7 @@ from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import as_object
 from cairn.run.view import RunView
+from cairn.watch import evaluations
 from cairn.watch.commands import find_runs
 from cairn.watch.overview import Overview, overview
 from cairn.watch.page import accounts, answers, curves, events
@@ -234,10 +235,19 @@ class RunApi:
         with self._run(run) as reader:
             return next((row for row in reversed(reader.rows()) if row["step"] == step), {})
 
-    def evaluations(self, run: str) -> list[curves.EvaluationResults]:
+    def evaluations(self, run: str) -> list[evaluations.EvaluationResults]:
         """The results of all evaluations and validations."""
         with self._run(run) as reader:
-            return curves.evaluations_of(reader.view.evals())
+            return evaluations.evaluations_of(reader.view.run, reader.view.evals())
+
+    def flips(self, run: str, name: str, before: int, after: int) -> dict[str, Any]:
+        """Which problems of an evaluation went from wrong to right and back between two steps."""
+        with self._run(run) as reader:
+            found = evaluations.flips_of(reader.view.run, reader.view.known_config(), name, before, after)
+        return {
+            **dataclasses.asdict(found),
+            **{key: [_flip(one) for one in getattr(found, key)] for key in ("gained", "lost")},
+        }
 
     # Rollouts
 
@@ -399,6 +409,11 @@ def _answer(row: Row, advantage: float | None, whole: bool = False) -> dict[str,
     few = {key: value for key, value in row.items() if key not in ("turns", "prompt", "text")}
     text = answers.beginning(row.get("text"), whole)
     return {**few, "advantage": advantage, "text": text, "turns": answers.conversation(row, whole=whole)}
+
+
+def _flip(flip: evaluations.Flip) -> dict[str, Any]:
+    texts = {key: answers.cell(getattr(flip, key)) for key in ("question", "text_before", "text_after")}
+    return {**dataclasses.asdict(flip), **texts}
 
 
 def _ends(steps: Sequence[int]) -> tuple[int, int] | None:

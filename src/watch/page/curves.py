@@ -1,4 +1,4 @@
-"""Curves of a run: the points of any metrics, by step, tokens or time, and its evaluations.
+"""Curves of a run: the points of any metrics, by step, tokens or time.
 
 A long curve is thinned out to points that are there: of each stretch the first, the lowest and the highest.
 """
@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
@@ -45,14 +45,6 @@ class Points:
     xs: Sequence[float]
     values: Sequence[float]
     thinned: int
-
-
-@dataclass(frozen=True)
-class EvaluationResults:
-    """The results of one evaluation or validation, oldest first: rows of evals.jsonl."""
-
-    name: str
-    rows: Sequence[Mapping[str, Any]]
 
 
 def axis_of(rows: Sequence[Row], axis: Axis) -> list[float]:
@@ -153,15 +145,3 @@ def thin(points: Sequence[tuple[float, int, float]], most: int) -> list[tuple[fl
             chosen.add(min(stretch, key=lambda place: points[place][2]))
             chosen.add(max(stretch, key=lambda place: points[place][2]))
     return [points[place] for place in sorted(chosen)]
-
-
-def evaluations_of(rows: Sequence[Row]) -> list[EvaluationResults]:
-    """The results of each evaluation and validation; of a policy and evaluation the newest row counts."""
-    newest: dict[str, dict[tuple[Any, ...], Row]] = {}
-    for row in rows:
-        policy = (row["step"], str(row.get("branch")))
-        newest.setdefault(str(row.get("name")), {})[policy] = row
-    return [
-        EvaluationResults(name, sorted(found.values(), key=lambda row: row["step"]))
-        for name, found in sorted(newest.items())
-    ]

@@ -242,6 +242,7 @@ def _questions(api: RunApi) -> dict[str, Callable[[QueryArguments], object]]:
         "points": points,
         "row": lambda a: api.row(a.text("run"), a.count("step")),
         "evaluations": lambda a: api.evaluations(a.text("run")),
+        "flips": lambda a: api.flips(a.text("run"), a.text("name"), a.count("before"), a.count("after")),
         "rollouts": lambda a: api.rollouts(
             a.text("run"), query(a), a.count("begin", 0, 1 << 40), a.count("count", 50, MOST)
         ),

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { ticks } from "./chart.js";
 import { fill, h, s, table } from "./dom.js";
-import { count, exact, percent, short, shown, span } from "./format.js";
+import { count, exact, percent, several, short, shown, span } from "./format.js";
 import { read } from "./state.js";
 
 /** The name of the result that counts: the reward, or a validation's loss. */
@@ -28,7 +28,37 @@ function picture(rows, name) {
       s("circle", { cx: x(row.step), cy: y(row[name]), r: 4, fill: "#3b6fd4" }))));
 }
 
-function panel({ name, rows }) {
+/** Two steps to choose, and the problems that flipped from the one to the other. */
+function flips({ name, steps }) {
+  const box = h("div"), choice = { before: steps.at(-2), after: steps.at(-1) };
+  const pick = (which) => h("select", { "aria-label": which, on: { change: (event) => { choice[which] = Number(event.target.value); load(); } } },
+    steps.map((step) => { const option = h("option", { value: step }, `step ${step}`); option.selected = step === choice[which]; return option; }));
+  const list = (title, found) => (found.length ? [h("h3", null, title), table([
+    ["problem", (one) => one.problem, "num"],
+    ["question", (one) => h("span", { class: "line-text", dir: "auto" }, shown(one.question))],
+    ["right before", (one) => h("span", { title: exact(one.before) }, percent(one.before)), "num"],
+    ["after", (one) => h("span", { title: exact(one.after) }, percent(one.after)), "num"],
+    ["first answer before", (one) => h("span", { class: "line-text", dir: "auto" }, shown(one.text_before))],
+    ["first answer after", (one) => h("span", { class: "line-text", dir: "auto" }, shown(one.text_after))],
+  ], found)] : null);
+  async function load() {
+    try {
+      const found = await ask("flips", { run: read().run, name, ...choice });
+      const { gained, lost } = found;
+      fill(box, h("p", { data: { gained: gained.length, lost: lost.length } }, `${several(gained.length, "problem")} went from wrong to right, ${lost.length} from right to wrong; ${found.both} are right and ${found.neither} wrong with both.`,
+        gained.length + lost.length ? ` If flips went either way by chance, so uneven a split would have a chance of ${percent(found.chance)}.` : "",
+        found.unmatched ? ` ${several(found.unmatched, "problem")} can't be compared: one of the two has no rewarded answer.` : ""),
+      list("From wrong to right", gained), list("From right to wrong", lost),
+      h("p", { class: "quiet" }, `A problem is right if half of its answers have a reward of ${short(found.right_from)} or more.`));
+    } catch (error) {
+      fill(box, h("p", { class: "error" }, shown(error.message)));
+    }
+  }
+  if (steps.length > 1) load();
+  return steps.length > 1 ? h("details", null, h("summary", null, "which problems flipped between two steps"), h("div", { class: "bar-line" }, "from", pick("before"), "to", pick("after")), box) : null;
+}
+
+function panel({ name, rows, steps }) {
   const main = mainOf(rows), passes = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => /^pass@\d+$/.test(key)).sort((a, b) => Number(a.slice(5)) - Number(b.slice(5)));
   const withInterval = (row, key) => (Number.isFinite(row[key]) ? h("span", { title: `${exact(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${exact(row[`${key}_ci95`])}` : ""}`, data: { exact: exact(row[key]) } }, `${short(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${Number(row[`${key}_ci95`].toPrecision(2))}` : ""}`) : "");
   const best = rows.filter((row) => Number.isFinite(row[main])).reduce((a, b) => (a === null || (main === "loss" ? b[main] < a[main] : b[main] > a[main]) ? b : a), null);
@@ -46,7 +76,8 @@ function panel({ name, rows }) {
         ["failed", (row) => (row.failed ? h("span", { class: "bad", title: shown(row.error ?? "") }, count(row.failed)) : "0"), "num"],
         ["tokens", (row) => short(row.tokens), "num"], ["cut off", (row) => (row.truncated === undefined ? "" : percent(row.truncated)), "num"]] : [["perplexity", (row) => short(row.perplexity), "num"]]),
       ["took", (row) => span(row.seconds), "num"],
-    ], [...rows].reverse()));
+    ], [...rows].reverse()),
+    flips({ name, steps }));
 }
 
 const overlap = (a, b, key) => a[`${key}_ci95`] !== undefined && b[`${key}_ci95`] !== undefined && Math.abs(a[key] - b[key]) <= a[`${key}_ci95`] + b[`${key}_ci95`];
