@@ -9,6 +9,7 @@ from typing import Any
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
 from cairn.launch.attempt import begin, restore_roles
+from cairn.launch.exit_report import after_failure
 from cairn.launch.jobs.background import JOBS
 from cairn.launch.jobs.export import set_exports_aside
 from cairn.launch.jobs.sinks import finish_sinks, sinks_beside
@@ -74,6 +75,10 @@ def _run(plan: RunPlan) -> int:
                     print("stopped; --ckpt.resume auto resumes from the newest good one", flush=True)
                     return EXIT_STOPPED
                 plan = _after(plan, damaged)
+    except RoleFailed as error:
+        if run.has_moved():
+            raise
+        raise type(error)(f"{error}\nnext: {after_failure(run)}") from error
     finally:
         run.unlock()
 

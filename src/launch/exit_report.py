@@ -64,11 +64,17 @@ def what_next(run: RunDirectory, command: str, step: Path | None) -> str:
     """
     here = shorter(run.path)
     commands = [f"rollouts {here}"] if "orchestrator" in KINDS[command].parts else []
-    commands += [f"scripts/plot_run.py {here} --png run.png"]
+    commands += [f"diagnose {here}", f"dash {here}", f"scripts/plot_run.py {here} --png run.png"]
     if step is not None:
         served = [] if command == "reward" else [f"inference --model.name {shorter(step)}"]
         commands = [f"ckpt list {here}", *commands, *served, f"ckpt export {shorter(step)} FOLDER"]
     return ", ".join(commands)
+
+
+def after_failure(run: RunDirectory) -> str:
+    """Commands that show why a run has failed: where each role was, and what kept it from learning."""
+    here = shorter(run.path)
+    return f"watch {here}, diagnose {here}, dash {here}"
 
 
 def shorter(path: Path) -> str:

@@ -314,6 +314,7 @@ def test_a_stop_without_checkpoints_says_what_is_lost(shell: Shell, sft: tuple, 
         finished = command.finish()
         assert finished.code == 1
         assert f"stopped at step {len(rows(run))}, which is lost" in finished.output
+        assert f"\nnext: watch {run}, diagnose {run}, dash {run}\n" in finished.output
         assert "--ckpt" in finished.output
         assert not (run / "checkpoints").exists()
         command.assert_nothing_survives()

@@ -34,6 +34,7 @@ def test_what_can_be_done_next(command: str, saved: bool, tmp_path: Path, monkey
     for one in said.split(", "):
         assert hasattr(main, one.split()[0]) or one.startswith("scripts/plot_run.py ")
         assert "'my runs/one" in one
+    assert {"diagnose", "dash"} <= {one.split()[0] for one in said.split(", ")}
     assert ("rollouts" in said) == (command in ("rl", "trainer"))
     assert ("inference --model.name 'my runs/one/checkpoints/step_20'" in said) == (
         saved and command != "reward"

@@ -5,6 +5,7 @@ import http.client
 import http.server
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -17,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
+import yaml
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from prometheus_client.parser import text_string_to_metric_families
 from runs import free_port
@@ -37,6 +40,7 @@ from cairn.watch.sinks.follow import Follower, TakenRows
 from cairn.watch.sinks.notify import NotTold
 
 DEADLINE = 30.0
+SINKS_PAGE = Path(__file__).parents[2] / "docs" / "sinks.md"
 ATTEMPT = Attempt("5eed", 1, "sft", 0, None, "branch_1")
 
 
@@ -313,6 +317,45 @@ def values(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
+def documented() -> dict[str, set[str]]:
+    """The labels of each name in the table of docs/sinks.md; those that all have are in each."""
+    found: dict[str, set[str]] = {}
+    for line in re.findall(r"^\| `cairn_.*$", SINKS_PAGE.read_text(), re.M):
+        _, names, labels, *_ = line.split("|")
+        own = set(re.findall(r"`(\w+)`", labels.partition(":")[0]))
+        found |= {name: {"run", "run_id", *own} for name in re.findall("`(.*?)`", names)}
+    return found
+
+
+def test_the_alert_rules_of_the_docs():
+    """They are PromQL of names and labels that a run has, in the form of a file of rules."""
+    names = {"up": {"job", "instance"}} | documented()
+    assert {name for name in names if name != "up"} == set(
+        re.findall(r'"(cairn_\w+)"', (SINKS_PAGE.parents[1] / "src/watch/sinks/prometheus.py").read_text())
+    )
+    blocks = re.findall(r"^```yaml\n(.*?)^```", SINKS_PAGE.read_text(), re.M | re.S)
+    config, rules = map(yaml.safe_load, blocks)
+    assert config["scrape_configs"][0]["static_configs"][0]["targets"] == ["127.0.0.1:9470"]
+    ((group,),) = rules.values()
+    assert group.keys() == {"name", "rules"}
+    for rule in group["rules"]:
+        assert {"alert", "expr", "annotations"} <= rule.keys() <= {"alert", "expr", "annotations", "for"}
+        assert promql_parser.parse_duration(rule.get("for", "1m")).total_seconds() > 0
+        seen: list[promql_parser.VectorSelector] = []
+        promql_parser.walk(promql_parser.parse(rule["expr"]), partial(_selectors, seen))
+        assert seen, rule
+        for selector in seen:
+            used = {matcher.name for matcher in selector.matchers.matchers}
+            used |= set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+            used |= set(re.findall(r"\bon \((\w+)\)", rule["expr"]))
+            assert used <= names[selector.name or ""], rule
+
+
+def _selectors(seen: list[promql_parser.VectorSelector], part: promql_parser.Expr) -> None:
+    if isinstance(part, promql_parser.VectorSelector):
+        seen.append(part)
+
+
 def test_prometheus_reads_how_a_run_is(tmp_path: Path):
     port, file = free_port(), tmp_path / "textfiles" / "run.prom"
     run = begun(tmp_path / 'run "1"\\')
@@ -326,6 +369,9 @@ def test_prometheus_reads_how_a_run_is(tmp_path: Path):
         found = until(lambda: (now := values(scraped(port)[1])).get(("cairn_step", "")) == 1.0 and now)
         assert found["cairn_run_state", "running"] == 1
         assert found["cairn_run_state", "failed"] == 0
+        for family in text_string_to_metric_families(scraped(port)[1]):
+            for sample in family.samples:
+                assert sample.labels.keys() == documented()[sample.name], sample
         assert found["cairn_max_steps", ""] == 20
         assert found["cairn_restarts_total", ""] == 1
         assert found["cairn_metric", "loss"] == 1.0
