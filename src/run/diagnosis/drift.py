@@ -54,8 +54,8 @@ class EntropyCollapse:
             "entropy collapse",
             level,
             f"the policy's entropy fell from {before:.3g} to {after:.3g} between steps {first[0]['step']} "
-            "and "
-            f"{last[-1]['step']}, and the reward did not rise: nearly all answers to a prompt are the same",
+            f"and {last[-1]['step']}, and the reward did not rise: nearly all answers to a prompt are the "
+            "same",
             "Lower optimizer.lr, raise orchestrator.sampling.temperature or the loss's clip_high, or give "
             "trainer.kl a reference that holds the policy back",
         )
@@ -100,8 +100,7 @@ class PolicyDrift:
                 f"the ratio of {percent(clipped)} of the tokens was clipped in {seen.steps}: they teach "
                 "nothing",
                 "Lower optimizer.lr, updates per batch, or orchestrator.max_off_policy_steps, so that the "
-                "policy "
-                "stays near the one that sampled",
+                "policy stays near the one that sampled",
             )
         if mismatch is not None and (level := level_of(abs(mismatch), self.mismatch)):
             yield Finding(
@@ -110,8 +109,7 @@ class PolicyDrift:
                 f"trainer and servers differ by {abs(mismatch):.3g} in the logprobs of the same policy and "
                 f"tokens in {seen.steps}",
                 "Give both the same data type (inference.dtype, precision.compute) and attention; a server "
-                "that "
-                "computes something else alone is named in servers/disagreed/<host:port>",
+                "that computes something else alone is named in servers/disagreed/<host:port>",
             )
 
 

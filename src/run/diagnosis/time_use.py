@@ -50,8 +50,7 @@ class WhoWaits:
                 "the servers wait",
                 level,
                 f"the servers have nothing to do for {percent(idle)} of the time in {seen.steps}: they wait "
-                "for the "
-                "trainer",
+                "for the trainer",
                 "Give the trainer more ranks (trainer.workers) or the run fewer servers; a larger "
                 "orchestrator.max_off_policy_steps moves the wait and does not shorten it",
             )
@@ -62,9 +61,8 @@ class WhoWaits:
             "the trainer waits",
             level,
             f"the trainer waits {percent(share)} of the time for records in {seen.steps}",
-            "Reading and tokenising them takes longer than a step: keep them on a local disk, shorten them, "
-            "or "
-            "take data.read = indexed, which tokenises once",
+            "Reading and tokenising them takes longer than a step: keep them on a local disk, shorten "
+            "them, or take data.read = indexed, which tokenises once",
         )
 
 
@@ -90,8 +88,7 @@ class StaleAnswers:
             "stale answers",
             level,
             f"the answers to {dropped:.0f} of {total:.0f} prompts were dropped in {seen.steps}: they were "
-            "older "
-            "than max_off_policy_steps allows",
+            "older than max_off_policy_steps allows",
             "Raise orchestrator.max_off_policy_steps"
             + ("" if steps is None else f" ({steps} now)")
             + ", lower "
@@ -146,10 +143,8 @@ class SlowSaves:
             "slow saves",
             level,
             f"training stood still for saves during {percent(sum(stalls) / (wall + sum(stalls)))} of the "
-            "time in "
-            f"{seen.steps}: {max(stalls):.3g} s at most, and {max(durable, default=0.0):.3g} s until a step "
-            "was "
-            "durable",
+            f"time in {seen.steps}: {max(stalls):.3g} s at most, and {max(durable, default=0.0):.3g} s "
+            "until a step was durable",
             "Save less often (ckpt.interval), or to a faster disk (ckpt.dir)",
         )
 
@@ -186,8 +181,7 @@ class DiskFills:
             2 if not room else 1,
             what,
             f"Free some of it (`ckpt prune {seen.place}`), keep fewer steps (ckpt.keep_last), or save to "
-            "another "
-            "disk (ckpt.dir) or an object store (ckpt.remote)",
+            "another disk (ckpt.dir) or an object store (ckpt.remote)",
         )
 
 
