@@ -3,7 +3,9 @@
 Heavy modules are imported after the command line is parsed, so that --help answers at once.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cairn.config.cli import COMMANDS, load, require
@@ -88,68 +90,66 @@ def _submit(command: str, config: Any, slurm: "SlurmConfig") -> int:
     return 0
 
 
-def ckpt() -> int:
+def _tool(load: Callable[[], Callable[[], int]]) -> Callable[[], int]:
+    """The command that `load` imports: what returns the exit code."""
+
+    @functools.wraps(load)
+    def command() -> int:
+        return answer(lambda: load()())
+
+    return command
+
+
+@_tool
+def ckpt() -> Callable[[], int]:
     """`ckpt list|show|verify|audit ... PATH`: inspect and manage checkpoints and runs."""
-
-    def command() -> int:
-        with saying("importing what reads checkpoints"):
-            from cairn.tools.ckpt import run
-
-        return run()
-
-    return answer(command)
+    with saying("importing what reads checkpoints"):
+        from cairn.tools.ckpt import run
+    return run
 
 
-def rollouts() -> int:
+@_tool
+def rollouts() -> Callable[[], int]:
     """`rollouts RUN_DIR`: the answers that a run was trained on, in the terminal."""
+    from cairn.tools.rollouts import run
 
-    def command() -> int:
-        from cairn.tools.rollouts import run
-
-        return run()
-
-    return answer(command)
+    return run
 
 
-def runs() -> int:
+@_tool
+def runs() -> Callable[[], int]:
     """`runs [FOLDER]`: all runs below a folder, and the command that goes on with each."""
-    return _look("runs")
+    return _of_runs("runs")
 
 
-def watch() -> int:
+@_tool
+def watch() -> Callable[[], int]:
     """`watch RUN`: a live view of a run, whoever has started it."""
-    return _look("watch")
+    return _of_runs("watch")
 
 
-def diagnose() -> int:
+@_tool
+def diagnose() -> Callable[[], int]:
     """`diagnose RUN`: what keeps a run from learning, in sentences."""
-    return _look("diagnose")
+    return _of_runs("diagnose")
 
 
-def report() -> int:
+@_tool
+def report() -> Callable[[], int]:
     """`report RUN`: a run as one HTML file that needs nothing else."""
-    return _look("report")
+    return _of_runs("report")
 
 
-def dash() -> int:
+@_tool
+def dash() -> Callable[[], int]:
     """`dash [FOLDER]`: a local web page of the runs below a folder."""
-
-    def command() -> int:
-        with saying("importing what reads runs"):
-            from cairn.watch.page.command import run
-
-        return run()
-
-    return answer(command)
+    with saying("importing what reads runs"):
+        from cairn.watch.page.command import run
+    return run
 
 
-def _look(name: str) -> int:
+def _of_runs(name: str) -> Callable[[], int]:
     """A command that only reads run directories."""
-
-    def command() -> int:
-        with saying("importing what reads runs"):
-            from cairn.watch.commands import run
-
-        return run(name)
-
-    return answer(command)
+    with saying("importing what reads runs"):
+        from cairn.watch.commands import run
+    return functools.partial(run, name)
