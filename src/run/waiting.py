@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -49,15 +50,22 @@ class Backoff:
     Args:
         first: seconds before the second try.
         longest: seconds at most.
+        failed: how many tries there have been already.
     """
 
-    def __init__(self, first: float = 0.05, longest: float = 2.0):
+    def __init__(self, first: float = 0.05, longest: float = 2.0, *, failed: int = 0):
         self.first, self.longest = first, longest
         self.seconds = 0.0
+        for _ in range(failed):
+            self.grow()
 
     def grow(self) -> None:
         """Another try is made."""
         self.seconds = min(max(self.first, 2 * self.seconds), self.longest)
+
+    def spread(self) -> float:
+        """The pause, or up to half of it less: by chance, so that many callers do not try all at once."""
+        return self.seconds * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """A try has succeeded."""

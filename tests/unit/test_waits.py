@@ -9,6 +9,7 @@ import pytest
 import cairn
 from cairn.config.cli import COMMANDS
 from cairn.config.settings import settings_of
+from cairn.run.waiting import Backoff
 
 SOURCES = Path(cairn.__file__).parent
 WAITED = re.compile(r"\b(?:waited|within|after|for|than) \{\} s\b")
@@ -78,3 +79,16 @@ def test_waits_are_given_a_setting_that_exists(file: Path):
         for keyword in node.keywords if isinstance(node, ast.Call) else []:
             if keyword.arg == "setting" and isinstance(keyword.value, ast.Constant):
                 assert keyword.value.value.removeprefix("--").replace("-", "_") in flags()
+
+
+def test_pauses_between_tries_double_up_to_the_longest():
+    backoff = Backoff(0.5, 3.0)
+    pauses = [backoff.seconds]
+    for _ in range(4):
+        backoff.grow()
+        pauses.append(backoff.seconds)
+        assert backoff.seconds / 2 <= backoff.spread() <= backoff.seconds
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 3.0]
+    assert [Backoff(0.5, 3.0, failed=tries).seconds for tries in range(5)] == pauses
+    backoff.reset()
+    assert (backoff.seconds, backoff.spread()) == (0.0, 0.0)

@@ -20,6 +20,7 @@ from cairn.orchestrator.servers import GeneratingServers
 from cairn.run import noted_calls
 from cairn.run.noted_calls import Charge, UserCall
 from cairn.run.output import quoted
+from cairn.run.waiting import Backoff
 
 # Trying an environment's calls again, before an answer counts as failed.
 
@@ -72,8 +73,11 @@ class Retrying:
         """
         failed = False
         before = Charge() if call is None else noted_calls.charged(call)
+        made = min(before.count, self.tries - 1)
+        backoff = Backoff(self.pause, LONGEST_PAUSE, failed=made)
         try:
-            for number in range(min(before.count, self.tries - 1), self.tries):
+            for number in range(made, self.tries):
+                backoff.grow()
                 if call is not None and (reason := self._deadly(call, about)):
                     return reason
                 try:
@@ -87,11 +91,9 @@ class Retrying:
                     self.now += not failed
                     failed = True
                     self.reason, self.failed_at = str(error), time.monotonic()
-                    pause = min(self.pause * 2**number, LONGEST_PAUSE)
-                    self._say(
-                        logging.WARNING, f"try {number + 1} of {self.tries}, again in {pause:g} s", error
-                    )
-                    await asyncio.sleep(pause)
+                    again = f"try {number + 1} of {self.tries}, again in {backoff.seconds:g} s"
+                    self._say(logging.WARNING, again, error)
+                    await asyncio.sleep(backoff.seconds)
                     self._again += 1
                 else:
                     return None

@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import os
-import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Rewards
 from cairn.run.seeds import derive
+from cairn.run.waiting import Backoff
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -134,17 +134,17 @@ async def begin(server: OpenEnvServer, reset: Mapping[str, Any]) -> tuple[OpenEn
         EnvironmentFailed: there is no answer within that time, or no such server.
     """
     loop = asyncio.get_running_loop()
-    end, pause = loop.time() + server.wait, FIRST_PAUSE
+    end, backoff = loop.time() + server.wait, Backoff(FIRST_PAUSE, LONGEST_PAUSE)
     while True:
+        backoff.grow()
         try:
             return await _try_to_begin(server, reset)
         except _Later as later:
             left = end - loop.time()
             if left <= 0:
                 raise later.failure(f"{later}, for {server.wait:g} s (wait allows more)") from later.__cause__
-            logger.debug("%s; again in %g s", later, pause)
-        await asyncio.sleep(min(pause * random.uniform(0.5, 1), left))
-        pause = min(2 * pause, LONGEST_PAUSE)
+            logger.debug("%s; again in %g s", later, backoff.seconds)
+        await asyncio.sleep(min(backoff.spread(), left))
 
 
 class _Later(Exception):

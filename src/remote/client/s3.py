@@ -7,7 +7,6 @@ urllib3's.
 import base64
 import contextlib
 import importlib
-import random
 import ssl
 import threading
 import time
@@ -23,6 +22,7 @@ from xml.etree import ElementTree
 import urllib3
 
 from cairn.run.object_store import NoCredentials, Refused, RemoteError, TransientError, denial
+from cairn.run.waiting import Backoff
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -137,16 +137,16 @@ class S3:
         if "partNumber" in query:
             where = f"{where}, part {query['partNumber']}"
         end = time.monotonic() + self._retry_seconds
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
+            backoff.grow()
             try:
                 return self._once(where, method, name, query, dict(headers or {}), body, size)
             except TransientError:
-                wait = pause * random.uniform(0.5, 1.0)
+                wait = backoff.spread()
                 if time.monotonic() + wait > end:
                     raise
             time.sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     def stream(self, name: str, first: int, end: int, *, piece: int, seconds: float) -> Iterator[memoryview]:
         """The bytes from `first` until `end` of an object in turn, while they arrive, by one request.

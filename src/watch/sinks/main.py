@@ -26,6 +26,7 @@ from cairn.run.history import History
 from cairn.run.output import log_crashes, quoted, start_logging
 from cairn.run.signals import STOP_SIGNALS
 from cairn.run.view import RunView
+from cairn.run.waiting import Backoff
 from cairn.watch.sinks import make_sink, sinks_of
 from cairn.watch.sinks.follow import FOLDER, Follower
 from cairn.watch.sinks.sink import Sink, SinkRun
@@ -79,7 +80,7 @@ class SinkThread(threading.Thread):
         self._busy_since: float | None = None
 
     def run(self) -> None:
-        failing, pause = False, FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while not self.complete.is_set():
             over = self._over.is_set()
             self._busy_since = time.monotonic()
@@ -88,20 +89,20 @@ class SinkThread(threading.Thread):
                 if over:
                     self._follower.end()
                     self.complete.set()
-                if failing:
+                if backoff.seconds:
                     logger.info("%s takes what it is sent again", self.name)
-                failing, pause = False, FIRST_PAUSE
+                backoff.reset()
             except Exception as error:  # of a sink of the user's own as well
                 self.note(_words(error))
                 self._follower.let_go()
+                backoff.grow()
                 if over:
                     time.sleep(LAST_PAUSE)
                 else:
-                    self._over.wait(pause)
-                failing, pause = True, min(2 * pause, LONGEST_PAUSE)
+                    self._over.wait(backoff.seconds)
             finally:
                 self._busy_since = None
-            if not failing:
+            if not backoff.seconds:
                 self._over.wait(LOOK_SECONDS)
 
     def finish(self) -> None:
