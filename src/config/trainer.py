@@ -21,7 +21,7 @@ POLICY_AGAIN = "policy"
 """In the place of a model's name: another copy of the run's own."""
 
 
-class ModelBeside(NamedTuple):
+class AuxiliaryModel(NamedTuple):
     """A model that is trained beside the policy: its name or folder, or POLICY_AGAIN; and its optimiser."""
 
     model: str
@@ -171,7 +171,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return False
 
     @property
-    def models_beside(self) -> Mapping[str, ModelBeside]:
+    def auxiliary_models(self) -> Mapping[str, AuxiliaryModel]:
         """The models that are trained beside the policy, by the section that describes them."""
         return {}
 
@@ -343,8 +343,8 @@ class TrainerConfig(WithTeachers, TrainerBase):
         return self.precision.settled(gpu=gpu).compute if self.publish_dtype == "auto" else self.publish_dtype
 
     @property
-    def models_beside(self) -> Mapping[str, ModelBeside]:
-        return {"critic": ModelBeside(self.critic.model, self.critic.optimizer)} if self.critic else {}
+    def auxiliary_models(self) -> Mapping[str, AuxiliaryModel]:
+        return {"critic": AuxiliaryModel(self.critic.model, self.critic.optimizer)} if self.critic else {}
 
     def beginning_as(self, folders: Mapping[str, str]) -> Self:
         if self.critic is None:

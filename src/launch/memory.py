@@ -366,7 +366,7 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
     footprint = _count(folder, lora=config.lora, **how)
     beside = [
         TrainedModel(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
-        for name, one in config.models_beside.items()
+        for name, one in config.auxiliary_models.items()
     ]
     compute = config.precision.compute
     frozen = [
@@ -415,7 +415,7 @@ def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine,
     ranks = config.ranks
     folders = [
         folder,
-        *(folder if m.model == POLICY_AGAIN else m.model for m in config.models_beside.values()),
+        *(folder if m.model == POLICY_AGAIN else m.model for m in config.auxiliary_models.values()),
         *frozen_folders(config, folder),
     ]
     if not machine.has_gpus and sum(_at_most(one, ranks) for one in folders) < machine.memory:

@@ -22,7 +22,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.formats.transfer.diff import compare
 from cairn.formats.transfer.export_step import left_out_of
 from cairn.launch.memory import training_needs
-from cairn.launch.plan.other_models import check_models_beside, with_models_beside
+from cairn.launch.plan.other_models import check_auxiliary_models, with_auxiliary_models
 from cairn.launch.plan.recipe import join_recipe
 from cairn.launch.start import Start
 from cairn.run.batches import Batch, Sample, Sampling
@@ -415,41 +415,41 @@ def test_a_run_gets_no_critic_on_its_way_and_loses_none(
     with_critic = keep(saver, store, 1, state)
     save(saver, 2, {"model/model": state.tensors()["model/model"]})
     yes, no = (RL.trainer(config_of(folder, **critic)) for critic in ({"model": "policy"}, {}))
-    check_models_beside(yes, Start(store, with_critic), "--trainer.")
-    check_models_beside(no, Start(store, store.folder(2)), "--trainer.")
+    check_auxiliary_models(yes, Start(store, with_critic), "--trainer.")
+    check_auxiliary_models(no, Start(store, store.folder(2)), "--trainer.")
     with pytest.raises(UsageError, match=r"step_1 has a critic, and this run is without: .* --model.name"):
-        check_models_beside(no, Start(store, with_critic), "--trainer.")
+        check_auxiliary_models(no, Start(store, with_critic), "--trainer.")
     with pytest.raises(UsageError, match=r"step_2 has no critic, .* Leave out --trainer.critic"):
-        check_models_beside(yes, Start(store, store.folder(2)), "--trainer.")
+        check_auxiliary_models(yes, Start(store, store.folder(2)), "--trainer.")
 
 
 def test_where_a_critic_begins(folder: Path, tmp_path: Path, store: CheckpointStore):
     """A folder with the policy's tokens, of any architecture; or the policy itself."""
     fresh, config = Start(store), config_of(folder, model="policy")
-    assert with_models_beside(RL, config, fresh, tmp_path) == config
+    assert with_auxiliary_models(RL, config, fresh, tmp_path) == config
     own = write_example(tmp_path / "own")
-    found = with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
-    assert RL.trainer(found).models_beside["critic"].model == str(own)
+    found = with_auxiliary_models(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+    assert RL.trainer(found).auxiliary_models["critic"].model == str(own)
     resumed = replace(fresh, folder=store.folder(1))
     assert (
-        with_models_beside(RL, config_of(folder, model="gone"), resumed, tmp_path).trainer.critic.model
+        with_auxiliary_models(RL, config_of(folder, model="gone"), resumed, tmp_path).trainer.critic.model
         == "gone"
     )
     with pytest.raises(UsageError, match=r"--trainer.critic.model nowhere: there is no such folder"):
-        with_models_beside(RL, config_of(folder, model="nowhere"), fresh, tmp_path)
+        with_auxiliary_models(RL, config_of(folder, model="nowhere"), fresh, tmp_path)
     settings = (own / "config.json").read_text()
     for rows in (VOCABULARY - 1, VOCABULARY, VOCABULARY + 26):  # the policy has as many as it has tokens
         (own / "config.json").write_text(json.dumps(json.loads(settings) | {"vocab_size": rows}))
         if rows < VOCABULARY:
             words = rf"critic.model .*its embeddings have {rows} rows, .* tokens need {VOCABULARY}"
             with pytest.raises(UsageError, match=words):
-                with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+                with_auxiliary_models(RL, config_of(folder, model=str(own)), fresh, tmp_path)
         else:
-            with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+            with_auxiliary_models(RL, config_of(folder, model=str(own)), fresh, tmp_path)
     about = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(about.replace('"a":', '"aaaa":'))
     with pytest.raises(UsageError, match=r"vocabulary is another than the policy's: 'a' is token"):
-        with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+        with_auxiliary_models(RL, config_of(folder, model=str(own)), fresh, tmp_path)
 
 
 def test_an_orchestrator_that_joins_must_have_the_trainers_kind_of_advantages(tmp_path: Path):

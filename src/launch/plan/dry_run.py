@@ -183,7 +183,7 @@ def trained_models(draft: Draft) -> Draft:
         return draft
     checks = (
         partial(check_beside, section, one.model, flags=flags)
-        for section, one in draft.trainer.models_beside.items()
+        for section, one in draft.trainer.auxiliary_models.items()
         if one.model != POLICY_AGAIN
     )
     return _with_tokens(draft, *checks)

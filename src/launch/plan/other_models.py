@@ -29,7 +29,7 @@ MODELS = "models"
 SAME_TOKENS = "It has to read the policy's tokens: take a model of the same family"
 
 
-def with_models_beside(kind: RunKind, config: RunConfig, start: Start, cache: Path) -> RunConfig:
+def with_auxiliary_models(kind: RunKind, config: RunConfig, start: Start, cache: Path) -> RunConfig:
     """The configuration with local folders for these models; a run that resumes takes its checkpoint's.
 
     Args:
@@ -44,13 +44,13 @@ def with_models_beside(kind: RunKind, config: RunConfig, start: Start, cache: Pa
         return config
     folders = {
         section: str(_folder(section, one.model, Path(config.model.name), cache, kind.flags("trainer")))
-        for section, one in trainer.models_beside.items()
+        for section, one in trainer.auxiliary_models.items()
         if one.model != POLICY_AGAIN
     }
     return kind.with_trainer(config, trainer.beginning_as(folders)) if folders else config
 
 
-def check_models_beside(trainer: TrainerBase, start: Start, flags: str) -> None:
+def check_auxiliary_models(trainer: TrainerBase, start: Start, flags: str) -> None:
     """Check that the checkpoint has the models that are to be trained, and no other ones.
 
     Args:
@@ -62,7 +62,7 @@ def check_models_beside(trainer: TrainerBase, start: Start, flags: str) -> None:
     assert start.folder is not None
     model = f"{flags.removesuffix('trainer.')}model.name {start.folder}"
     for section, stem in STEMS.items():
-        saved, wanted = bool(StepFolder(start.folder).tensors(stem)), section in trainer.models_beside
+        saved, wanted = bool(StepFolder(start.folder).tensors(stem)), section in trainer.auxiliary_models
         if wanted and not saved:
             raise UsageError(
                 f"{start.folder} has no {section}, and a run can't get one on its way. Leave out "

@@ -91,7 +91,7 @@ def _limits(subject: Subject) -> Iterator[str]:
 
     length, setting = subject.trainer.seq_len, f"{subject.flags}seq-len"
     folders = {"the model": subject.model}
-    for section, one in subject.trainer.models_beside.items():
+    for section, one in subject.trainer.auxiliary_models.items():
         folders[f"the model of {section}"] = Path(one.model)
     for name, folder in folders.items():
         positions = limits_of(folder).positions

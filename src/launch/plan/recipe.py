@@ -13,7 +13,7 @@ from cairn.config.model import LoraConfig
 from cairn.config.trainer import critic_problem
 from cairn.formats import FORMATS
 from cairn.launch.plan.model import foreign_format
-from cairn.launch.plan.other_models import check_models_beside
+from cairn.launch.plan.other_models import check_auxiliary_models
 from cairn.launch.plan.preflight import look_at_records
 from cairn.launch.plan.run_plan import Draft
 from cairn.launch.start import Start
@@ -77,7 +77,7 @@ def plan_recipe(
     check_model(config.model.name, start)
     check_adapter(trainer.lora, start, kind.flags("trainer"))
     saved = _saved_recipe(start)
-    check_models_beside(trainer, start, kind.flags("trainer"))
+    check_auxiliary_models(trainer, start, kind.flags("trainer"))
     _check_optimizer(start, saved["settings"], settings["optimizer.type"], kind.flags("trainer"))
     before, defaults = Settings.of(saved), settings_of(type(trainer)().model_dump(), TRAINER)
     changes = before.changes(recipe["trainer"]["settings"], TRAINER, defaults)

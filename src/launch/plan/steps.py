@@ -28,7 +28,7 @@ from cairn.launch.plan.external_servers import (
 )
 from cairn.launch.plan.gpu_assignment import check_torch, placed, placed_server, torch_without_cuda
 from cairn.launch.plan.model import model_to_serve, resolve_model
-from cairn.launch.plan.other_models import Teachers, with_models_beside
+from cairn.launch.plan.other_models import Teachers, with_auxiliary_models
 from cairn.launch.plan.preflight import preflight
 from cairn.launch.plan.recipe import finish_recipe, join, plan_recipe, trainers_config, wait_for_trainer
 from cairn.launch.plan.remote_start import is_remote, with_remote
@@ -88,7 +88,7 @@ def _extensions(draft: Draft) -> Draft:
         from cairn.trainer.losses import make_loss
 
         make_loss(own_loss, trainer.kl_in_loss)
-    optimizers = [trainer.optimizer, *(one.optimizer for one in trainer.models_beside.values())]
+    optimizers = [trainer.optimizer, *(one.optimizer for one in trainer.auxiliary_models.values())]
     if any(one.is_own for one in optimizers):
         from cairn.trainer.optimizers import check_optimizer
 
@@ -300,7 +300,7 @@ def _frozen_weights(draft: Draft) -> Draft:
 
 
 def _trained_models(draft: Draft) -> Draft:
-    return draft.having(config=with_models_beside(draft.kind, draft.config, draft.first, _cache(draft)))
+    return draft.having(config=with_auxiliary_models(draft.kind, draft.config, draft.first, _cache(draft)))
 
 
 def _teachers(draft: Draft) -> Draft:
