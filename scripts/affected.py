@@ -130,9 +130,11 @@ class Repository:
         if tree is None:
             return set()
         found: set[str] = set()
-        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        prose: set[int] = set()  # docstrings, which come after the expressions that they are
         for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
+            if isinstance(node, ast.Expr):
+                prose.add(id(node.value))
+            elif isinstance(node, ast.Import):
                 found.update(*(self._module(alias.name) for alias in node.names))
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.update(*(self._module(f"{node.module}.{alias.name}") for alias in node.names))
@@ -192,7 +194,7 @@ class Repository:
     def _named(self, text: str, file: str) -> set[str]:
         """The files that a string in `file` names."""
         found: set[str] = set()
-        for match in MODULE.finditer(text):
+        for match in MODULE.finditer(text) if "cairn." in text else ():
             word = match[0].rstrip(".")
             if word.startswith("cairn."):
                 found |= self._module(word)

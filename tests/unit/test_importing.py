@@ -21,4 +21,6 @@ def test_the_collector_is_as_before_afterwards(enabled: bool):
         assert gc.get_freeze_count() > frozen + len(kept)
     finally:
         gc.unfreeze()
+        if frozen:  # by tests/conftest.py
+            gc.freeze()
         (gc.enable if was_enabled else gc.disable)()
