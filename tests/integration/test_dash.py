@@ -1,11 +1,8 @@
 """The page in a real browser: what a newcomer sees, live runs, hostile texts, keys, and whom it asks."""
 
-import contextlib
 import csv
 import json
 import re
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 from browser import PROGRAM, WHY_NOT, Browser, browser
 from recorded_runs import HEALTHY, HOSTILE, busy, damage, flat, hostile, keep, make, many, rollout
+from served import served
 
 import cairn
 from cairn.orchestrator.rollout_log import KeptRollouts
@@ -37,20 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damage(make(folder / "damaged"))
     make(folder / "sft", "sft", steps=30, loss=2.5)
     return folder
-
-
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of the page of the runs in a folder, as the command prints it."""
-    code = "import sys; from cairn.launch.main import dash; sys.exit(dash())"
-    command = [sys.executable, "-c", code, str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            process.stdout.readline()
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +75,7 @@ def asked(address: str, question: str) -> Any:
 
 def test_a_newcomer_finds_why_a_run_does_not_learn(page: Browser):
     """The list of runs says which, one click says why, the next one shows it, without scrolling."""
-    page.sees("nothing learned, no spread", "#runs")
+    page.sees("no spread, nothing learned", "#runs")
     page.click('#side .run[data-run="flat"]')
     page.sees("96 of 96 prompts taught nothing in steps 1 to 12 (all answers alike: 96 all wrong).")
     page.sees("easier ones, a reward for parts of it, or raise orchestrator.samples_per_prompt")

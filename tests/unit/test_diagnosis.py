@@ -92,7 +92,7 @@ def test_healthy_rows_are_met_with_silence():
             "nothing learned",
             HEALTHY,
             {"grad_norm": 0.0},
-            ["8 of 8 steps taught nothing", "orchestrator.redraw"],
+            ["8 of 8 steps taught nothing", "`rollouts"],
         ),
         ("nothing learned", RECORDS, {"grad_norm": 0.0, "learned_tokens": 0}, ["no token to learn"]),
         ("cut off", HEALTHY, {"rollout/cut_off": 0.97}, ["97 % of the answers were cut off", "(12 now)"]),
@@ -227,6 +227,12 @@ def evaluated(steps: int, every: int, result: Any, **how: Any) -> list[dict]:
             ),
             {},
             ["rose from 2 at step 2", "patience"],
+        ),
+        (
+            "nothing learned",
+            over(8, grad_norm=lambda done: 0.3 if done < 0.4 else 0.0),
+            {},
+            ["5 of 8 steps taught nothing", "orchestrator.redraw"],
         ),
         (
             "the trainer waits",

@@ -25,8 +25,8 @@ from cairn.run.diagnosis.time_use import DiskFills, ManyRestarts, SlowSaves, Sta
 RULES: tuple[Rule, ...] = (
     GivenUp(),
     FailedAnswers(),
-    NothingLearned(),
     NoSpread(),
+    NothingLearned(),
     AnswersCutOff(),
     CutSamples(),
     UnlearnedRecords(),

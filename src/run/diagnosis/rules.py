@@ -30,7 +30,8 @@ class NothingLearned:
             what = f"{len(empty)} of {len(judged)} steps taught nothing: their gradient is 0"
         why = [reason for row in empty if (reason := self._why(row))]
         what += f" ({why[-1]})" if why else ""
-        yield Finding("nothing learned", level, what, self._advice(empty[-1], seen.place))
+        advice = self._advice(empty[-1], seen.place, some=len(empty) < len(judged))
+        yield Finding("nothing learned", level, what, advice)
 
     @staticmethod
     def _why(row: Row) -> str | None:
@@ -42,12 +43,12 @@ class NothingLearned:
         return None
 
     @staticmethod
-    def _advice(row: Row, place: str) -> str:
+    def _advice(row: Row, place: str, *, some: bool) -> str:
         if number(row, "reward/mean") is not None:
-            return (
-                f"`rollouts {place}` shows the rewards that the answers to one prompt get; "
-                "orchestrator.redraw replaces prompts whose answers are all alike"
-            )
+            advice = f"`rollouts {place}` shows the rewards that the answers to one prompt get"
+            # Where no prompt has a spread, there is none to replace them by.
+            redraw = "; orchestrator.redraw replaces prompts whose answers are all alike"
+            return advice + (redraw if some else "")
         return "Look at what the loss is of: which records, roles and tokens are learned, and how many"
 
 
