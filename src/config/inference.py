@@ -1,5 +1,6 @@
 """Settings of the `inference` command."""
 
+import itertools
 import re
 from typing import Literal, Self
 
@@ -39,6 +40,8 @@ trainer's does (config.json is the place to change both)."""
 
 SIZE = re.compile(r"[0-9]+[KMGT]?|[0-9]+(\.[0-9]+)?[kmgt]")
 """The sizes that vLLM reads: those of 1024 are whole."""
+PARALLEL = ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+"""vLLM's arguments by which a server needs more than `tensor_parallel` GPUs."""
 OPTION = re.compile(r"--[\w.+-]+")
 """The name of an option, perhaps with a key of its JSON value."""
 
@@ -65,10 +68,10 @@ class InferenceConfig(CommandConfig):
     """Memory for the KV cache, such as 64M or 4G (default: 1G on CPU, vLLM's choice on GPU)."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine (CPU only); with 1, tokens do not depend on the other requests."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Number of GPUs to split each copy of the model over."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """Number of GPUs to split each copy of the model over (default: 1; in rl as many as the memory needs)."""
     gpus: Gpus = None
-    """Its GPUs: how many, or which, such as 2,3 or 3, for one (default in rl: the last tensor_parallel)."""
+    """GPUs that serve: how many, or which, such as 2,3 or 3, for one (default in rl: those not training)."""
     compile: bool | None = None
     """Let vLLM compile the model, and use CUDA graphs on GPUs: starts more slowly (default: on GPUs only)."""
     startup_timeout: float | None = Field(default=None, gt=0)
@@ -82,9 +85,20 @@ class InferenceConfig(CommandConfig):
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 
+    @property
+    def size(self) -> int:
+        """The number of GPUs that one server uses."""
+        size = self.tensor_parallel or 1
+        words = [word for argument in self.vllm_args for word in argument.split("=", 1)]
+        for name, value in itertools.pairwise(words):
+            if name.replace("_", "-") in PARALLEL and value.isdecimal():
+                size *= int(value)
+        return size
+
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
         head = ("float32" if gpu_servers else "model") if self.head == "auto" else self.head
         settled = self.model_copy(update={"head": head})
+        settled = settled.left_to(tensor_parallel=1)
         if gpu_servers:
             return settled.left_to(compile=True, startup_timeout=1800.0)
         return settled.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from cairn.config.inference import InferenceConfig
 from cairn.config.preferences import DPOConfig, RewardConfig
-from cairn.config.rl import RLConfig
+from cairn.config.rl import SERVER, RLConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.errors import UsageError
 
@@ -17,9 +18,9 @@ class RunKind:
     """One kind of run.
 
     config: its configuration class. needs: settings that must be given; of a|b, one is
-    enough. roles: those that it starts (a server only if none is given). parts: what a checkpoint must have
-    so that the run can resume from it. epochs_of: what an epoch consists of. sections: whether its
-    configuration has one section per role.
+    enough. roles: those that it starts (a server, or several, only if none is given).
+    parts: what a checkpoint must have so that the run can resume from it. epochs_of: what an epoch consists
+    of. sections: whether its configuration has one section per role.
     """
 
     command: str
@@ -33,6 +34,14 @@ class RunKind:
     def of(self, role: str, config: RunConfig) -> Any:
         """The configuration of a role."""
         return getattr(config, role) if self.sections else config
+
+    def servers(self, config: RunConfig) -> Mapping[str, InferenceConfig]:
+        """The configuration of each server that the run starts itself, by the name of its role."""
+        return self.of(SERVER, config).each if SERVER in self.roles else {}
+
+    def started(self, config: RunConfig) -> tuple[str, ...]:
+        """The roles that it starts with this configuration, the servers first."""
+        return (*self.servers(config), *(role for role in self.roles if role != SERVER))
 
     def trainer(self, config: RunConfig) -> TrainerBase:
         """The configuration of the trainer."""
@@ -71,7 +80,7 @@ KINDS = {
             "rl",
             RLConfig,
             ("model.name",),
-            ("inference", "trainer", "orchestrator"),
+            (SERVER, "trainer", "orchestrator"),
             ("trainer", "orchestrator"),
             "prompts",
             sections=True,

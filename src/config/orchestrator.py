@@ -22,13 +22,17 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.settings import AbsolutePath, refuse_twins
 from cairn.config.shared import SharedConfig
 
+IN_FLIGHT = 256
+"""Answers in progress for each server: with many more, those of an 8B model do not fit into the KV cache of
+one GPU with 80 GiB at a few thousand tokens each, and are computed again whenever others displace them."""
+
 
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
     unlisted = frozenset({"colocated", "teachers"})
     inference_url: list[str] = []
-    """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
+    """Addresses of running servers; if none is given, rl starts its own with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
     environments: list[MixedEnvironmentConfig] = []
     """Several environments, as [[environments]] tables in the place of [environment]."""
@@ -68,7 +72,7 @@ class OrchestratorConfig(SharedConfig):
     overlong: OverlongConfig = OverlongConfig()
     pools: PoolsConfig = PoolsConfig()
     max_in_flight: int | None = Field(default=None, ge=1)
-    """Maximum number of answers in progress at the same time (default: 256, or 1024 for servers on GPUs)."""
+    """Maximum number of answers in progress at the same time (default: 256 for each server)."""
     server_timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for servers to become healthy (default: 300, or 1800 for servers on GPUs)."""
     request_timeout: float = Field(default=600, gt=0)
@@ -81,9 +85,8 @@ class OrchestratorConfig(SharedConfig):
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
-        if gpu_servers:
-            return self.left_to(max_in_flight=1024, server_timeout=1800.0)
-        return self.left_to(max_in_flight=256, server_timeout=300.0)
+        in_flight = IN_FLIGHT * max(1, len(self.inference_url))
+        return self.left_to(max_in_flight=in_flight, server_timeout=1800.0 if gpu_servers else 300.0)
 
     def of_environments(self) -> list[Self]:
         """For each environment, the settings by which it is asked and its prompts are answered."""

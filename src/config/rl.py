@@ -2,22 +2,72 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of a complete RL run: those of each role, and those that they share."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from cairn.config.inference import InferenceConfig
-from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.shared import CommandConfig, RLSlurmConfig, SharedConfig, SupervisionConfig
+from cairn.config.orchestrator import IN_FLIGHT, OrchestratorConfig
+from cairn.config.shared import (
+    CommandConfig,
+    RLSlurmConfig,
+    SharedConfig,
+    SupervisionConfig,
+    listing,
+    names_in,
+)
 from cairn.config.teachers import ONLY_AT_ONE, is_served
 from cairn.config.trainer import TrainerConfig
 from cairn.run.object_store import is_loopback
 
+SERVER = "inference"
+"""The role of a run's own server, and of the first of several."""
+
+
+class ServersConfig(InferenceConfig):
+    """The vLLM servers that a run starts."""
+
+    servers: int | None = Field(default=None, ge=1)
+    """Number of servers (in a Slurm job, on each of its nodes), at ports in sequence.
+
+    (default: 1 on CPUs; on GPUs, as many as fit onto those that do not train: half, unless settings say so)
+    """
+
+    @property
+    def each(self) -> Mapping[str, "ServersConfig"]:
+        """The settings of each server by its role's name, with its own port and its part of the GPUs."""
+        count, gpus = self.servers or 1, names_in(self.gpus or "0") or ()
+        size = len(gpus) // count
+        return {
+            SERVER if number == 0 else f"{SERVER}_{number}": self.model_copy(
+                update={
+                    "servers": 1,
+                    "port": self.port + number,
+                    "gpus": listing(list(gpus[size * number : size * (number + 1)])) if gpus else self.gpus,
+                }
+            )
+            for number in range(count)
+        }
+
+    @model_validator(mode="after")
+    def _ports_are_there(self) -> Self:
+        if (last := self.port + (self.servers or 1) - 1) > 65535:
+            raise ValueError(
+                f"port = {self.port} and servers = {self.servers}: the last one would listen on port {last}, "
+                "and the highest is 65535; choose a lower port"
+            )
+        return self
+
+    def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
+        return super().settled(gpu=gpu, gpu_servers=gpu_servers).left_to(servers=1)
+
+
 ROLES: dict[str, type[CommandConfig]] = {
     "trainer": TrainerConfig,
     "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
+    SERVER: ServersConfig,
 }
 SHARED = {
     role: tuple(
@@ -31,13 +81,13 @@ SHARED = {
 
 
 class RLConfig(SharedConfig, SupervisionConfig):
-    """Reinforcement learning: a trainer, an orchestrator and, unless given the address of one, a server."""
+    """Reinforcement learning: a trainer, an orchestrator and, unless given addresses of some, servers."""
 
     shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
 
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
-    inference: InferenceConfig = InferenceConfig()
+    inference: ServersConfig = ServersConfig()
     colocate: bool | None = None
     """Trainer and server take turns on one GPU (default: where there is only one for both)."""
     slurm: RLSlurmConfig | None = None
@@ -114,6 +164,10 @@ class RLConfig(SharedConfig, SupervisionConfig):
 
     def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
         roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}
+        if not self.orchestrator.inference_url:
+            in_flight = IN_FLIGHT * roles[SERVER].servers
+            orchestrator = self.orchestrator.left_to(max_in_flight=in_flight)
+            roles["orchestrator"] = orchestrator.settled(gpu=gpu, gpu_servers=gpu_servers)
         return self.model_copy(update=roles)
 
     def towards_servers(self) -> Self:

@@ -216,7 +216,7 @@ class RLSlurmConfig(SlurmConfig):
     """Submit the run as a job of Slurm's, which is queued again until the run is complete."""
 
     server_nodes: int = Field(default=1, ge=1)
-    """If there are several nodes: how many of them run an inference server each, not the trainer."""
+    """If there are several nodes: how many of them run inference servers, and not the trainer."""
 
 
 # Commands that look at runs and checkpoints

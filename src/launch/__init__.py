@@ -4,10 +4,10 @@ Each part imports only parts below it, as folders of `src/` do:
 
     main
     commands
-    supervisor, roles
+    supervisor, roles, slurm/
     plan/
     jobs/
     supervise/, display
     ray/, attempt, exit_report
-    memory, start, preemption, slurm/
+    memory, start, preemption
 """

@@ -401,7 +401,7 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
 
     dtype = served_dtype(config, folder, on_gpu=True)
     elements = _count(folder, compute="bfloat16", activation_checkpointing=False).elements
-    return server_need(elements, dtype, tensor_parallel=config.tensor_parallel)
+    return server_need(elements, dtype, tensor_parallel=config.tensor_parallel or 1)
 
 
 def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine, flags: str) -> None:

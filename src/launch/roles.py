@@ -17,6 +17,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.rl import SERVER
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.jobs.background import JOBS
@@ -166,7 +167,7 @@ def run_orchestrator(
     return EXIT_STOPPED if state == "stopped" else 0
 
 
-def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
+def run_inference(role: str, config: InferenceConfig, run: RunDirectory) -> int:
     """Run a server for one run, whose model is already resolved; returns the exit code.
 
     It ignores stop signals and heeds only its launcher's, because the run's last step may still need it.
@@ -178,9 +179,10 @@ def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
         with stop_on_signals(run):
             if config.colocated and not servers_turn(run):
                 return 0
-            return serve(config, config.model.name, run.logs / "vllm.log", end_signal=END_SERVER)
+            log = run.logs / f"{role.replace(SERVER, 'vllm')}.log"
+            return serve(config, config.model.name, log, end_signal=END_SERVER)
     finally:
-        run.set_role("inference", "stopped")
+        run.set_role(role, "stopped")
 
 
 def servers_turn(run: RunDirectory) -> bool:
@@ -222,7 +224,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     runs: dict[str, Callable[[], int]] = {
         "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(config)),
         "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
-        "inference": lambda: run_inference(of("inference"), run),
+        **{name: partial(run_inference, name, server, run) for name, server in kind.servers(config).items()},
     }
     return runs[role]() if role in runs else JOBS[role].run(config, attempt, run)
 

@@ -79,6 +79,8 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
                 time.sleep(0.05)
         finally:
             for role in reversed(watched.values()):
+                role.begin_to_stop()
+            for role in watched.values():  # servers end side by side
                 role.stop()
             run.end_roles("stopped", *roles, *OWN_WORKERS)
             remove_private_folders()

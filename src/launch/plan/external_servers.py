@@ -17,6 +17,7 @@ from cairn.launch.plan.environments import facts_of
 from cairn.launch.plan.settings import settle
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.exits import WORKING
 from cairn.run.machine import Machine
 from cairn.run.waiting import run_async
 
@@ -36,13 +37,13 @@ def with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str
     """
     urls = config.orchestrator.inference_url
     if not urls:
-        own = [f"http://{config.inference.host}:{config.inference.port}"]
+        own = [f"http://{server.host}:{server.port}" for server in config.inference.each.values()]
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles
     for url in urls:
         if problem := _problem_with(_status(url, _patience(config)), config):
             raise UsageError(f"--orchestrator.inference-url {url}: {problem}")
-    return config.towards_servers(), [role for role in roles if role != "inference"]
+    return config.towards_servers(), [role for role in roles if role in WORKING]
 
 
 def check_bases(config: RLConfig, model: str) -> None:

@@ -5,7 +5,6 @@
 """
 
 import importlib.util
-import itertools
 import os
 import runpy
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,6 @@ from cairn.run.machine import VISIBLE, Gpu, Machine, gpus_named
 NONE_TAKEN: Mapping[str, str] = MappingProxyType({})
 ORDER = "CUDA_DEVICE_ORDER"
 """Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
-PARALLEL = ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
-"""vLLM's arguments by which a server needs more than `tensor_parallel` GPUs."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,17 @@ class Placing:
     """Which GPUs the roles of a run use.
 
     trainer: those of its ranks, in their order; none if it trains on the CPU or in a given Ray cluster.
-    server: those of the run's own server; none if there is no such server, or if it serves on the CPU.
+    server: those of the run's own servers; none if there are no such servers, or if they serve on the CPU.
     workers: the number of ranks; None: as many as the Ray cluster at `ray.address` has GPUs.
+    servers: the number of the run's own servers, each of which has as many of these GPUs. why: the reason.
     colocate: whether trainer and server share what they have, and so take turns.
     """
 
     trainer: tuple[Gpu, ...]
     server: tuple[Gpu, ...]
     workers: int | None
+    servers: int = 0
+    why: str = ""
     colocate: bool = False
     in_cluster: bool = False
     """Whether the ranks run in a given Ray cluster."""
@@ -61,7 +61,8 @@ class Placing:
             for gpus, verb in ((self.trainer, "train"), (self.server, "serve"))
             if gpus
         ]
-        return "; ".join(parts)
+        several = f" ({self.servers} servers)" if self.server and self.servers > 1 else ""
+        return "; ".join(parts) + several
 
 
 def place(
@@ -132,7 +133,8 @@ def placed(
         "colocate": placing.colocate,
     }
     if machine.has_gpus and not config.orchestrator.inference_url:
-        update["inference"] = config.inference.model_copy(update={"gpus": _named(placing.server)})
+        serving = {"gpus": _named(placing.server), "servers": placing.servers}
+        update["inference"] = config.inference.model_copy(update=serving)
     config = config.model_copy(update=update)
     return taking_turns(config) if placing.colocate else config, placing
 
@@ -150,7 +152,7 @@ def placed_server(
     Raises:
         UsageError: there are too few GPUs, or one is not there.
     """
-    gpus = _servers(config, machine, machine.gpus, vllm, flags)
+    gpus, _ = _serving(config, machine, machine.gpus, vllm, flags, count=1)
     if config.gpus is None or not machine.has_gpus:
         return config
     return config.model_copy(update={"gpus": _named(gpus)})
@@ -180,7 +182,7 @@ def torch_without_cuda() -> str | None:
 
 
 def gpus_of_server(config: RunConfig) -> tuple[str, ...]:
-    """The names of the GPUs that `placed` has given to the run's own server."""
+    """The names of the GPUs that `placed` has given to the run's own servers."""
     return names_in(config.inference.gpus or "0") or () if isinstance(config, RLConfig) else ()
 
 
@@ -204,8 +206,10 @@ def _beside_server(config: RLConfig, machine: Machine, vllm: Build) -> Placing:
                 f"--colocate: the trainer runs in the Ray cluster at {trainer.ray.address} (--trainer.ray."
                 "address), and only a trainer on this machine can take turns with the server"
             )
-        serving = _servers(server, machine, machine.gpus, vllm, "--inference.")
-        return replace(_in_cluster(trainer, "--trainer."), server=serving)
+        # One, since the cluster may use other GPUs of this machine.
+        serving, count = _serving(server, machine, machine.gpus, vllm, "--inference.", count=server.servers)
+        why = "the Ray cluster may use the other GPUs of this machine"
+        return replace(_in_cluster(trainer, "--trainer."), server=serving, servers=count, why=why)
     of_trainer = _find(trainer.gpus, machine, "--trainer.gpus")
     of_server = _find(server.gpus, machine, "--inference.gpus")
     if _takes_turns(config, machine, vllm, of_trainer, of_server):
@@ -217,17 +221,30 @@ def _beside_server(config: RLConfig, machine: Machine, vllm: Build) -> Placing:
             "give each role its own, or let them take turns on a single one with --colocate"
         )
     left = [gpu for gpu in machine.gpus if gpu not in (of_trainer or ())]
-    serving = _servers(server, machine, left, vllm, "--inference.")
+    most = len(left) if of_trainer is not None else _not_training(trainer, machine)
+    serving, count = _serving(server, machine, left, vllm, "--inference.", count=server.servers, most=most)
     left = [gpu for gpu in machine.gpus if gpu not in serving]
     if machine.has_gpus and not left and trainer.gpus is None:
+        flag = f"--inference.{_asked(server, count)}"
         raise UsageError(
-            f"--inference.tensor-parallel {server.tensor_parallel}: the server takes {_list(serving)}, all "
-            f"that {_this(machine)}, and leaves none for the trainer; lower it, or give the address of a "
-            "server on another machine (--orchestrator.inference-url)"
+            f"{flag}: {'the server takes' if count == 1 else 'the servers take'} {_list(serving)}, all that "
+            f"{_this(machine)}, and {'leaves' if count == 1 else 'leave'} none for the trainer; lower it, or "
+            "give the address of a server on another machine (--orchestrator.inference-url)"
             + (", or leave out --no-colocate" if len(serving) == 1 else "")
         )
     training = _trainers(trainer, machine, left, "--trainer.", " beside the server's")
-    return Placing(training, serving, trainer.workers or len(training) or 1)
+    why = "those that the trainer's settings leave"
+    if server.servers or server.gpus:
+        why = "as given"
+    elif trainer.gpus is None and trainer.workers is None:
+        why = "half of the GPUs, since to generate takes about as long as to train"
+    return Placing(training, serving, trainer.workers or len(training) or 1, count, why)
+
+
+def _not_training(trainer: TrainerBase, machine: Machine) -> int:
+    """How many GPUs the trainer's settings leave: half of them, if they say nothing."""
+    number = trainer.workers if trainer.gpus is None else int(trainer.gpus)
+    return len(machine.gpus) // 2 if number is None else len(machine.gpus) - number
 
 
 def _takes_turns(
@@ -241,7 +258,8 @@ def _takes_turns(
     if config.colocate is not None:
         return config.colocate
     wanted = {config.trainer.gpus, config.inference.gpus}
-    single = len(machine.gpus) == 1 and _size(config.inference) == 1 and vllm == "gpu"
+    single = len(machine.gpus) == 1 and vllm == "gpu"
+    single = single and config.inference.size * (config.inference.servers or 1) == 1
     return single and "0" not in wanted and (bool(of_trainer or of_server) or wanted <= {None, "1"})
 
 
@@ -259,7 +277,12 @@ def _turns(
             "--colocate: both roles use one and the same GPU, which is contradicted by --trainer.gpus "
             f"{config.trainer.gpus} and --inference.gpus {config.inference.gpus}; {_this(machine)}"
         )
-    size, workers = _size(config.inference), config.trainer.workers or len(gpus) or 1
+    if (servers := config.inference.servers or 1) > 1:
+        raise UsageError(
+            f"--inference.servers {servers}: with --colocate, trainer and server take turns, and it is one "
+            "server that does; leave one of the two out"
+        )
+    size, workers = config.inference.size, config.trainer.workers or len(gpus) or 1
     if gpus and (len(gpus), size, workers) != (1, 1, 1):
         raise UsageError(
             "--colocate: trainer and server take turns on a single GPU, but this would be "
@@ -267,7 +290,7 @@ def _turns(
             f"--trainer.gpus {_named(gpus[:1])} with one worker and --inference.tensor-parallel 1, or leave "
             "--colocate out"
         )
-    return Placing(gpus, gpus, workers, colocate=True)
+    return Placing(gpus, gpus, workers, servers, "in turns on one GPU", colocate=True)
 
 
 def _in_cluster(trainer: TrainerBase, flags: str) -> Placing:
@@ -281,33 +304,56 @@ def _in_cluster(trainer: TrainerBase, flags: str) -> Placing:
     return Placing((), (), workers, in_cluster=trainer.gpus is None)
 
 
-def _servers(
-    server: InferenceConfig, machine: Machine, among: Sequence[Gpu], vllm: Build, flags: str
-) -> tuple[Gpu, ...]:
-    """The GPUs of a server: those that are named, or the last ones of `among`."""
-    size = _size(server)
+def _serving(
+    server: InferenceConfig,
+    machine: Machine,
+    among: Sequence[Gpu],
+    vllm: Build,
+    flags: str,
+    *,
+    count: int | None,
+    most: int = 0,
+) -> tuple[tuple[Gpu, ...], int]:
+    """The GPUs of servers, those that are named or the last ones of `among`; and how many servers there are.
+
+    Args:
+        count: the number of servers, if it is given; else there are as many as fit onto the GPUs that are
+            given for them, or onto `most`, but at least one.
+    """
+    size = server.size
     if vllm == "cpu":
         if server.gpus not in (None, "0"):
             raise UsageError(
                 f"{flags}gpus {server.gpus}: vLLM's CPU build is installed; `scripts/setup gpu` replaces it"
             )
-        return ()
+        return (), count or 1
     if server.gpus is None:
-        if machine.has_gpus and size > len(among):
+        count = count or max(1, most // size)
+        if not machine.has_gpus:
+            return (), count
+        if size * count > len(among):
             raise UsageError(
-                f"{flags}tensor-parallel {server.tensor_parallel}: the server needs {_count(size)}, but "
-                f"{_this(machine)}"
+                f"{flags}{_asked(server, count)}: {'the server needs' if count == 1 else 'the servers need'} "
+                f"{_count(size * count)}, but {_this(machine)}"
                 + (f", of which {len(among)} left" if len(among) < len(machine.gpus) else "")
                 + "; lower it, or start the server where there are more"
             )
-        return tuple(among[len(among) - size :]) if machine.has_gpus else ()
+        return tuple(among[len(among) - size * count :]), count
     gpus = _take(server.gpus, machine, among, f"{flags}gpus", " beside the trainer's", last=True)
-    if gpus and len(gpus) != size:
+    if len(gpus) % size or (count and gpus and len(gpus) != size * count):
+        uses = f"the server uses {size}" if count == 1 else f"a server uses {size}"
+        uses = f"{count} servers use {size * count}" if count and count > 1 else uses
+        mend = "make them equal" if count else "give a multiple of that"
         raise UsageError(
-            f"{flags}gpus {server.gpus}: that is {_count(len(gpus))}, but the server uses {size} "
-            f"({flags}tensor-parallel {server.tensor_parallel}); make them equal"
+            f"{flags}gpus {server.gpus}: that is {_count(len(gpus))}, but {uses} "
+            f"({flags}tensor-parallel {server.tensor_parallel or 1}); {mend}"
         )
-    return gpus
+    return gpus, count or max(1, len(gpus) // size)
+
+
+def _asked(server: InferenceConfig, count: int) -> str:
+    """The flag, without what it begins with, and value of what decides how many GPUs servers need."""
+    return f"servers {count}" if count > 1 else f"tensor-parallel {server.tensor_parallel or 1}"
 
 
 def _trainers(
@@ -360,16 +406,6 @@ def _find(value: str | None, machine: Machine, flag: str) -> tuple[Gpu, ...] | N
             raise UsageError(f"{flag} {value}: names GPU {matching[0].index} twice")
         found += matching
     return tuple(found)
-
-
-def _size(server: InferenceConfig) -> int:
-    """The number of GPUs that one server uses."""
-    size = server.tensor_parallel
-    words = [word for argument in server.vllm_args for word in argument.split("=", 1)]
-    for name, value in itertools.pairwise(words):
-        if name.replace("_", "-") in PARALLEL and value.isdecimal():
-            size *= int(value)
-    return size
 
 
 def _name(gpu: Gpu) -> str:

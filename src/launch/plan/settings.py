@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from cairn.config.kinds import RunConfig, RunKind
+from cairn.config.orchestrator import IN_FLIGHT
 from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
 from cairn.run.errors import UsageError
@@ -19,7 +20,7 @@ Config = TypeVar("Config", bound=CommandConfig)
 
 OPEN = (None, "auto")
 """The values that leave a setting open."""
-REASONS: Mapping[str, Mapping[Any, str]] = {
+REASONS: Mapping[str, Mapping[Any, str] | str] = {
     "precision.compute": {
         "float32": "the ranks compute on CPUs, few of which are faster in bfloat16",
         "bfloat16": "GPUs multiply bfloat16 several times as fast; master weights stay float32",
@@ -40,9 +41,11 @@ REASONS: Mapping[str, Mapping[Any, str]] = {
     "max_num_seqs": {64: "for servers on CPUs", None: "vLLM chooses by the GPU"},
     "startup_timeout": {300.0: "for servers on CPUs", 1800.0: "compiling and large models take minutes"},
     "server_timeout": {300.0: "for servers on CPUs", 1800.0: "servers on GPUs may take minutes to start"},
-    "max_in_flight": {256: "for servers on CPUs", 1024: "servers on GPUs generate many answers at a time"},
+    "max_in_flight": f"{IN_FLIGHT} for each server, whose cache of keys and values holds about as many",
+    "tensor_parallel": {1: "a copy of the model on each GPU, or on the CPU"},
+    "servers": {1: "one is enough on CPUs, and for trainer and server that take turns"},
 }
-"""Why a value is chosen, by the setting's name in its role."""
+"""Why a value is chosen, by the setting's name in its role; by its value, where that makes a difference."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def _choices(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
         elif value in OPEN:
             reasons = next((REASONS[own] for own in REASONS if f".{name}".endswith(f".{own}")), None)
             if reasons:
-                yield Choice(name, after[key], reasons[after[key]])
+                why = reasons if isinstance(reasons, str) else reasons[after[key]]
+                yield Choice(name, after[key], why)
 
 
 def with_steps(kind: RunKind, config: RunConfig, say: Callable[[str], object]) -> RunConfig:

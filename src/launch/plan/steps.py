@@ -18,6 +18,7 @@ from cairn.launch.jobs.export import refuse_conflicts, with_exports
 from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory
+from cairn.launch.plan.division import has_several_gpus, with_gpus, with_size_of_servers
 from cairn.launch.plan.environments import check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import (
     check_bases,
@@ -26,7 +27,7 @@ from cairn.launch.plan.external_servers import (
     gpus_of_servers,
     with_servers,
 )
-from cairn.launch.plan.gpu_assignment import check_torch, placed, placed_server, torch_without_cuda
+from cairn.launch.plan.gpu_assignment import check_torch, torch_without_cuda
 from cairn.launch.plan.model import model_to_serve, resolve_model
 from cairn.launch.plan.other_models import Teachers, with_auxiliary_models
 from cairn.launch.plan.preflight import preflight
@@ -184,17 +185,6 @@ def _gpus_of_servers(draft: Draft) -> Draft:
     return draft.having(taken=gpus_of_servers(draft.config, draft.machine))
 
 
-def _gpus(draft: Draft) -> Draft:
-    config, machine = draft.config, draft.machine
-    if draft.command in KINDS:
-        config, placing = placed(draft.kind, config, machine, draft.vllm, draft.taken)
-        return draft.having(config=config, placing=placing, roles=draft.kind.roles)
-    if draft.command == "inference":
-        return draft.having(config=placed_server(config, machine, draft.vllm))
-    server = placed_server(config.inference, machine, draft.vllm, "--inference.")
-    return draft.having(config=config.model_copy(update={"inference": server}))
-
-
 def _torch(draft: Draft) -> Draft:
     assert draft.placing is not None
     check_torch(draft.placing, torch_without_cuda())
@@ -224,7 +214,7 @@ def _cluster_seen(draft: Draft) -> Draft:
 
 def _device_defaults(draft: Draft) -> Draft:
     settled, choices = settle(draft.config, draft.ranks, gpu_servers=draft.gpu_servers)
-    return draft.having(config=settled, settled=settled, choices=tuple(choices))
+    return draft.having(config=settled, settled=settled, choices=(*draft.choices, *choices))
 
 
 # What it does there
@@ -423,8 +413,13 @@ STEPS = (
         when=lambda draft: not draft.own_server and draft.machine.has_gpus and not draft.given.machine,
     ),
     PlanStep(
-        "GPUs", _gpus, RUNS | INFERENCE | EVAL, needs=("machine", "vllm"),
-        gives=("config", "placing", "roles"), when=lambda draft: draft.command in KINDS or draft.own_server,
+        "GPUs of a server", with_size_of_servers, RL, needs=("machine", "vllm"), gives=("config", "choices"),
+        touches=("network",), when=has_several_gpus, dry=with_size_of_servers,
+    ),
+    PlanStep(
+        "GPUs", with_gpus, RUNS | INFERENCE | EVAL, needs=("machine", "vllm"),
+        gives=("config", "placing", "roles", "choices"),
+        when=lambda draft: draft.command in KINDS or draft.own_server,
     ),
     PlanStep("build of torch", _torch, RUNS, needs=("placing",), when=lambda draft: not draft.given.machine),
     PlanStep(

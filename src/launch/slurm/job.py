@@ -144,7 +144,7 @@ def _as_given(settings: RunConfig | InferenceConfig) -> str:
 
     What is decided on the job's machine depends on which settings were given (`model_fields_set`).
     """
-    return settings.model_dump_json(indent=2, exclude={"slurm"}, exclude_unset=True) + "\n"
+    return settings.model_dump_json(indent=2, exclude={"slurm", "servers"}, exclude_unset=True) + "\n"
 
 
 def _server_nodes(config: RunConfig) -> int:
@@ -167,20 +167,39 @@ def _server_nodes(config: RunConfig) -> int:
 def _serving(
     config: RLConfig, slurm: SlurmConfig, folder: Path, trainers: int, contents: dict[str, str]
 ) -> list[str]:
-    """Shell lines that start a server on each node after the trainers'; adds the servers' settings."""
+    """Shell lines that start servers on each node after the trainers'; adds the servers' files.
+
+    Raises:
+        UsageError: a node has too few GPUs for them.
+    """
     server = config.inference.model_copy(update={"host": "0.0.0.0", "model": config.model})
-    if "tensor_parallel" not in config.inference.model_fields_set and slurm.gpus_per_node:
-        server = server.model_copy(update={"tensor_parallel": slurm.gpus_per_node})
+    gpus, count, size = slurm.gpus_per_node or 0, server.servers, server.size
+    if gpus and size * (count or 1) > gpus:
+        several = f"--inference.servers {count} with " if count else ""
+        raise UsageError(
+            f"{several}--inference.tensor-parallel {server.tensor_parallel or 1}: the servers of a node need "
+            f"{size * (count or 1)} GPUs, and --slurm.gpus-per-node is {gpus}; lower it"
+        )
+    settings = str(folder / "inference.json")
     contents["inference.json"] = _as_given(server)
-    command = shlex.join(["inference", "@", str(folder / "inference.json")])
+    contents["server.sh"] = _shell("server.sh")
+    by_memory = gpus > 1 and server.tensor_parallel is None and size == 1
+    decide = ["python", "-m", "cairn.launch.slurm.servers_of_node", settings, str(gpus // (count or 1))]
+    command = shlex.join(["inference", "@", settings])
     return [
+        f"size=$($RUNNER {shlex.join(decide)})" if by_memory else f"size={size}",
+        f"servers={count or ('$((GPUS / size))' if gpus else 1)} # on each node",
         "# Loading weights into a server takes this token, which servers and orchestrator have.",
         "CAIRN_INFERENCE_TOKEN=$(secret)",
         "export CAIRN_INFERENCE_TOKEN",
         "urls=()",
         f'for node in "${{nodes[@]:{trainers}}}"; do',
-        f'    on 1 "$node" $RUNNER {command}',
-        f'    urls+=("http://$node:{server.port}")',
+        "    for ((server = 0; server < servers; server++)); do",
+        f"        port=$(({server.port} + server))",
+        '        on 1 "$node" bash "$folder/server.sh" "$server" "$size" '
+        f'{command} --port "$port"' + (' --tensor-parallel "$size"' if by_memory else ""),
+        '        urls+=("http://$node:$port")',
+        "    done",
         "done",
     ]
 

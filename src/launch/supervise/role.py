@@ -56,6 +56,8 @@ class RoleSlot(Slot):
         self._restarted = False
         self._spare: RoleProcess | None = None
         """The standby."""
+        self._asked = False
+        """Whether it lived when it was asked to stop."""
         self._fill(0)
 
     @property
@@ -109,18 +111,24 @@ class RoleSlot(Slot):
             blame = self._blame_for_signal(-code) if code < 0 else []
             self._replace(reason, step, for_good=not crashed, stopping=stopping, blame=blame)
 
-    def stop(self) -> None:
-        """End the process: a server first gets its signal; then the whole session is killed."""
+    def begin_to_stop(self) -> None:
+        """Kill the process with its whole session; a server only gets its signal, for `stop` to wait."""
         if self._spare is not None:
             self._spare.kill()
-        if self.exit_code is not None:
-            self._process.kill()
-            return
-        if self.name not in WORKING:
+        self._asked = self.exit_code is None
+        if self._asked and self.name not in WORKING:
             self._process.signal(END_SERVER)
-        if self.name in WORKING or not self._process.wait(STOP_SECONDS):
+        else:
             self._process.kill()
+
+    def stop(self) -> None:
+        """End the process, after `begin_to_stop`: a server that has not ended by itself is killed."""
+        if not self._asked:
+            return
+        if self.name in WORKING:
             noted_calls.stop(self._calls)  # none of them is to blame
+        elif not self._process.wait(STOP_SECONDS):
+            self._process.kill()
         state = "stopped" if self.exit_code == 0 else "failed"
         self.run.set_role(self.name, state, self._process.pid)
 

@@ -1,0 +1,134 @@
+"""Which GPUs each role gets, and how many each server of a run needs, where the user leaves that open."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cairn.config.inference import InferenceConfig
+from cairn.config.kinds import KINDS
+from cairn.config.model import ModelConfig
+from cairn.config.rl import RLConfig
+from cairn.launch.memory import UTILIZATION, Need, Uncountable, cache_left, gib, serving_needs
+from cairn.launch.plan.gpu_assignment import placed, placed_server
+from cairn.launch.plan.model import described, model_to_serve
+from cairn.launch.plan.run_plan import Draft
+from cairn.launch.plan.settings import Choice
+from cairn.run.errors import CairnError
+from cairn.run.machine import Machine
+
+CACHE_SHARE = 4
+"""Keys and values get at least one part in so many of the memory that vLLM takes: with less, a server answers
+few requests at a time, and reads its weights for each few tokens."""
+
+
+def has_several_gpus(draft: Draft) -> bool:
+    """Whether the command's own servers run on GPUs, and there are several to choose from."""
+    several = len(draft.machine.gpus) > 1 and draft.vllm == "gpu"
+    return draft.own_server and several and not draft.config.colocate and draft.config.inference.gpus != "0"
+
+
+def with_size_of_servers(draft: Draft) -> Draft:
+    """With the number of GPUs that each of the run's servers needs, by the estimate of its memory."""
+    config: RLConfig = draft.config
+    if config.inference.tensor_parallel is not None or config.inference.size > 1:
+        return draft
+    most = len(draft.machine.gpus) - 1  # one trains at least
+    size, why = size_by_memory(lambda: _folder(draft), config.inference, draft.machine, most)
+    inference = config.inference.model_copy(update={"tensor_parallel": size})
+    return draft.having(
+        config=config.model_copy(update={"inference": inference}),
+        choices=(*draft.choices, Choice("inference.tensor_parallel", size, why)),
+    )
+
+
+def with_gpus(draft: Draft) -> Draft:
+    """With the GPUs of each role, and so the roles that are started.
+
+    Raises:
+        UsageError: see `gpu_assignment.place`.
+    """
+    config, machine = draft.config, draft.machine
+    if draft.command in KINDS:
+        config, placing = placed(draft.kind, config, machine, draft.vllm, draft.taken)
+        draft = draft.having(placing=placing, roles=draft.kind.started(config))
+        if placing.server and draft.config.inference.servers is None:
+            chosen = Choice("inference.servers", placing.servers, placing.why)
+            draft = draft.having(choices=(*draft.choices, chosen))
+        return draft.having(config=config)
+    if draft.command == "inference":
+        return draft.having(config=placed_server(config, machine, draft.vllm))
+    server = placed_server(config.inference, machine, draft.vllm, "--inference.")
+    return draft.having(config=config.model_copy(update={"inference": server}))
+
+
+def _folder(draft: Draft) -> str:
+    """A folder that describes the policy, of which the run's start may have one.
+
+    Raises:
+        CairnError, Uncountable: see `described_folder`.
+    """
+    if draft.start is not None and draft.start.folder is not None:
+        return str(model_to_serve(draft.start.folder, draft.trainer.lora))
+    return described_folder(draft.config.model)
+
+
+def described_folder(model: ModelConfig) -> str:
+    """A folder that describes the model; its weights are neither fetched nor made.
+
+    Raises:
+        Uncountable: none is given, or it is known only once its weights are converted.
+        CairnError: the model would be refused.
+    """
+    folder = described(model) if model.name else None
+    if folder is None:
+        raise Uncountable("it is not known yet")
+    return str(folder)
+
+
+def size_by_memory(
+    folder: Callable[[], str], config: InferenceConfig, machine: Machine, most: int
+) -> tuple[int, str]:
+    """The number of GPUs that one server needs, and why; 1 if the model can't be counted.
+
+    It is the smallest power of two at which a copy of the model leaves enough for keys and values, and which
+    divides the model's attention heads, as vLLM demands. If not even the largest is enough, it is that one,
+    and the check of memory that follows says so.
+
+    Args:
+        folder: gives a Hugging Face directory of the model, whose weights are not read.
+        machine: with GPUs.
+        most: number of GPUs that a server may have.
+    """
+    try:
+        memory = min(gpu.memory for gpu in machine.gpus)
+        whole = serving_needs(found := folder(), config.model_copy(update={"tensor_parallel": 1}))
+        heads = _heads(Path(found))
+    except (Uncountable, CairnError, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        return 1, f"the model can't be counted ({reason}), so a copy of it on each GPU is tried"
+    size = 1
+    while not _leaves_enough(split(whole, size), memory) and 2 * size <= most and heads % (2 * size) == 0:
+        size *= 2
+    need = split(whole, size)
+    return size, (
+        f"of {gib(memory)} a GPU, the weights take {gib(need.counted)}, and about "
+        f"{gib(cache_left(need, memory))} are left for keys and values"
+    )
+
+
+def split(whole: Need, size: int) -> Need:
+    """What each of `size` GPUs needs for a server that needs `whole` with one GPU."""
+    parts = (replace(part, bytes=part.bytes // size) if part.counted else part for part in whole.parts)
+    return replace(whole, parts=tuple(parts))
+
+
+def _leaves_enough(need: Need, memory: int) -> bool:
+    return cache_left(need, memory) * CACHE_SHARE >= UTILIZATION * memory
+
+
+def _heads(folder: Path) -> int:
+    """The attention heads of the model, by its config.json; 1 if it does not say."""
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return int((settings.get("text_config") or settings).get("num_attention_heads") or 1)
