@@ -2,6 +2,7 @@
 
 import functools
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
+from cairn.run.object_store import is_url
 from cairn.run.view import RunSnapshot, RunView, State
 from cairn.watch.evaluations import Flips, flips_of
 from cairn.watch.goodput import TimeAccount, TokenAccount, time_account, token_account
@@ -75,14 +77,21 @@ class Run:
     """A run directory. Every property reads the files anew, so it also works while the run is going on.
 
     Args:
-        path: the run's `--output-dir`.
+        path: the run's `--output-dir`; or the URL that it has as `--ckpt.remote`: then metrics, evaluations,
+            accounts and overview are those of the newest upload when this was made; the rest is not there.
 
     Raises:
         cairn.UsageError: it is not a run directory.
     """
 
     def __init__(self, path: str | Path):
-        self._view = RunView(path)
+        self._url = str(path) if is_url(str(path)) else None
+        if self._url is not None:
+            from cairn.watch.remote_runs import RemoteRun
+
+            self._copy = tempfile.TemporaryDirectory(prefix="cairn-run-")  # removed with this object
+            RemoteRun(self._url, Path(self._copy.name)).refresh()
+        self._view = RunView(path if self._url is None else self._copy.name)
         self.path = self._view.run.path
         if not self._view.run.exists():
             where = f"{path}: {NO_RUN}"
@@ -149,6 +158,7 @@ class Run:
     @property
     def steps(self) -> list[Step]:
         """The checkpoints that exist, oldest first."""
+        self._only_here("checkpoints", f"download one with `uv run ckpt copy {self._url}/step_N FOLDER`")
         store = CheckpointStore(self._view.checkpoints())
         return [Step(number, store.folder(number)) for number in store.steps()]
 
@@ -175,6 +185,7 @@ class Run:
             cairn.UsageError: the run has neither rollouts nor a ledger, as in SFT.
             cairn.CairnError: the ledger or a file of rollouts is damaged.
         """
+        self._only_here("rollouts", "they stay on the disk of the run")
         import pandas as pd
 
         from cairn.orchestrator.ledger import read_answers
@@ -195,6 +206,11 @@ class Run:
             row["prompt"] = tokenizer.decode(ids) if tokenizer and ids else None
         types = {"step": "Int64", "reward": "float64", "seconds": "float64"}
         return pd.DataFrame([*rows, *waiting], columns=columns).astype(types)
+
+    def _only_here(self, what: str, remedy: str) -> None:
+        """Refuse what can be read of a run directory only."""
+        if self._url is not None:
+            raise UsageError(f"{self._url}: {what} are not read from an object store; {remedy}")
 
     def _tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The tokenizer of the newest checkpoint, or of the model that the run started from; None if gone."""

@@ -265,7 +265,9 @@ def _local(text: str) -> Path:
         ValueError: it is one.
     """
     if isinstance(found := place(text), str):
-        raise ValueError(f"{text} is a URL, where only checkpoints are kept; give the run's local folder")
+        raise ValueError(
+            f"{text} is a URL, where neither rollouts nor a ledger are kept; give the run's local folder"
+        )
     return found
 
 

@@ -19,7 +19,7 @@ from cairn.run.jsonlines import Row
 from cairn.run.messages import Attempt, RoleEntry
 from cairn.run.metrics import MetricsLog
 
-State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]
+State = Literal["empty", "unknown", "running", "stopping", "done", "stopped", "failed", "killed"]
 GOING_ON: tuple[State, ...] = ("running", "stopping")
 """The states of a run that a launcher is at work on."""
 
@@ -45,6 +45,18 @@ class RoleStatus:
         if self.beat is None or (self.entry is not None and self.entry.pid != self.beat.pid):
             return None
         return self.beat.doing
+
+
+def command_of(attempt: Attempt | None, history: Sequence[Row]) -> str | None:
+    """The command of the latest attempt, by roles.json or else by history.jsonl; None if neither has it."""
+    if attempt is not None:
+        return attempt.command
+    attempts = [event for event in history if event["event"] == "attempt"]
+    match attempts[-1].get("argv") if attempts else None:
+        case [str(command), *_]:
+            return command
+        case _:
+            return None
 
 
 @dataclass(frozen=True)
@@ -95,14 +107,15 @@ class RunSnapshot:
     def state(self) -> State:
         """How the run is, as a whole.
 
-        empty: no attempt is known. running, stopping: a launcher is at work; stopping once the run was asked
-        to. done, stopped, failed: how the trainer of the latest attempt ended. killed: its launcher is gone
-        and nobody said how it ended.
+        empty: no attempt is known. unknown: it has begun, and no file here says who is at work on it, as in a
+        copy that lacks roles.json, unless history.jsonl says how its latest attempt ended. running, stopping:
+        a launcher is at work; stopping once the run was asked to. done, stopped, failed: how the trainer of
+        the latest attempt ended. killed: its launcher is gone and nobody said how it ended.
         """
         if self.locked:
             return "stopping" if self.stop_requested else "running"
         if self.attempt is None:
-            return "empty"
+            return self._by_history()
         trainer = self.roles.get("trainer")
         match trainer.state if trainer else None:
             case "done":
@@ -113,6 +126,23 @@ class RunSnapshot:
                 return "failed"
             case _:
                 return "killed"
+
+    @property
+    def command(self) -> str | None:
+        """The command of the latest attempt; None if it is not known."""
+        return command_of(self.attempt, self.history)
+
+    def _by_history(self) -> State:
+        ends = [event for event in self.history if event["event"] in ("attempt", "ended")]
+        if not ends:
+            return "unknown" if self.metrics else "empty"
+        ended: dict[Any, State] = {
+            "done": "done",
+            "stopped": "stopped",
+            "failed": "failed",
+            "killed": "killed",
+        }
+        return ended.get(ends[-1].get("state"), "unknown")
 
 
 class RunView:
@@ -187,6 +217,10 @@ class RunView:
     def beat(self, role: str) -> Beat | None:
         """The newest heartbeat of whoever has `role`."""
         return read_note(self.run.heartbeat(role), Beat)
+
+    def command(self) -> str | None:
+        """The command of the latest attempt; None if it is not known."""
+        return command_of(self.run.attempt(), self.history())
 
     def snapshot(self) -> RunSnapshot:
         """Everything.

@@ -1,18 +1,20 @@
 """The commands `runs`, `watch`, `diagnose` and `report`: they only read, also a run that is going on."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from cairn.config.cli import load
-from cairn.config.shared import LocalRun, ToolCommand
+from cairn.config.shared import Place, ToolCommand
 from cairn.run.diagnosis import RULES
 from cairn.run.directory import NO_RUN, RunDirectory
 from cairn.run.errors import UsageError
@@ -47,15 +49,12 @@ class ListRuns(ToolCommand):
 
     command = "runs"
     positional = ("folder",)
-    folder: Path = Path("outputs")
-    """Where to look."""
+    folder: Place = Path("outputs")
+    """Where to look; of a URL, itself and the folders directly below it."""
 
     def execute(self) -> int:
-        if not self.folder.is_dir():
-            raise UsageError(
-                f"{self.folder}: there is no such folder; give one that holds output directories"
-            )
-        found = [(path, _look(path)) for path in find_runs(self.folder)]
+        with runs_in(self.folder) as runs:
+            found = [(name, _look(path, name)) for name, path in runs.items()]
         found.sort(key=lambda one: _age(one[1]))
         if self.as_json:
             print(json.dumps([_as_json(path, shown) for path, shown in found], indent=2))
@@ -105,14 +104,33 @@ def find_runs(folder: Path) -> list[Path]:
     return found
 
 
-def _look(path: Path) -> Overview | DamagedFile:
+@contextlib.contextmanager
+def runs_in(place: Path | str) -> Generator[dict[str, Path]]:
+    """The runs in a folder, or at a URL: the directory in which each can be read, by its name.
+
+    Raises:
+        UsageError: there is no such folder, or the URL can't be used.
+        RemoteError: the object store refuses or fails.
+    """
+    if isinstance(place, str):
+        from cairn.watch.remote_runs import mirrored  # takes a while to import
+
+        with mirrored(place) as there:
+            yield {str(one): one.folder for one in there.runs.values()}
+        return
+    if not place.is_dir():
+        raise UsageError(f"{place}: there is no such folder; give one that holds output directories")
+    yield {str(path): path for path in find_runs(place)}
+
+
+def _look(path: Path, name: str) -> Overview | DamagedFile:
     try:
-        return overview(RunView(path), here=str(path))
+        return overview(RunView(path), here=name)
     except DamagedFile as error:
         return error
 
 
-def _cells(path: Path, shown: Overview | DamagedFile) -> list[object]:
+def _cells(path: str, shown: Overview | DamagedFile) -> list[object]:
     if isinstance(shown, DamagedFile):
         return [path, "", "damaged", "", "", "", shown]
     step = f"{shown.step}/{shown.max_steps}" if shown.max_steps else shown.step
@@ -122,34 +140,50 @@ def _cells(path: Path, shown: Overview | DamagedFile) -> list[object]:
     return [path, shown.command or "", shown.state, step, newest, seen, wrong]
 
 
-def _as_json(path: Path, shown: Overview | DamagedFile) -> dict[str, Any]:
+def _as_json(path: str, shown: Overview | DamagedFile) -> dict[str, Any]:
     if isinstance(shown, DamagedFile):
-        return {"path": str(path), "damaged": str(shown)}
+        return {"path": path, "damaged": str(shown)}
     content = dataclasses.asdict(shown)
     for curve in content["curves"]:
         curve["newest"] = curve["points"][-1][1]
         del curve["points"]
-    return {**content, "path": str(path)}
+    return {**content, "path": path}
 
 
-class DiagnoseRun(ToolCommand):
+class LooksAtRun(ToolCommand):
+    """A command that looks at one run."""
+
+    positional = ("run",)
+    run: Place
+    """The run's --output-dir; or the URL that it has as --ckpt.remote, for what was uploaded last."""
+
+    def execute(self) -> int:
+        if isinstance(self.run, Path):
+            return self.look(_view(self.run), str(self.run))
+        from cairn.watch.remote_runs import remote_view  # takes a while to import
+
+        with remote_view(self.run) as view:
+            return self.look(view, self.run)
+
+    def look(self, view: RunView, name: str) -> int:
+        """Look at the run, which the user calls `name`; returns the exit code."""
+        raise NotImplementedError
+
+
+class DiagnoseRun(LooksAtRun):
     """Say what keeps a run from learning and where its time goes, each with its numbers and what to do.
 
     The exit code is 1 if something is found.
     """
 
     command = "diagnose"
-    positional = ("run",)
-    run: LocalRun
-    """The run's --output-dir."""
     trace: Path | None = None
     """Also write what each role did when to this file, for Perfetto or chrome://tracing."""
     price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """The price of an hour of the run's machines, in any unit: the account is in money, too."""
 
-    def execute(self) -> int:
-        view = _view(self.run)
-        shown = overview(view, here=str(self.run))
+    def look(self, view: RunView, name: str) -> int:
+        shown = overview(view, here=name)
         costs = view.costs()
         account = time_account(view.metrics(), view.history(), costs)
         tokens = token_account(view.metrics(), costs, view.known_evals())
@@ -164,7 +198,7 @@ class DiagnoseRun(ToolCommand):
             print(json.dumps({"findings": found, "time": times, "tokens": of_tokens}, indent=2))
             return WRONG if shown.findings else 0
         of = f" of {shown.max_steps}" if shown.max_steps else ""
-        print(f"{printable(self.run)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
+        print(f"{printable(name)}: {shown.command or 'run'}, {shown.state}, step {shown.step}{of}")
         for number, finding in enumerate(shown.findings, start=1):
             print(f"\n{number}. {printable(finding.what)}.\n   {printable(finding.advice)}.")
         if not shown.findings:
@@ -222,24 +256,20 @@ def _view(path: Path) -> RunView:
     return view
 
 
-class WatchRun(ToolCommand):
+class WatchRun(LooksAtRun):
     """Watch a run: how far it is, its curves, what each role does, its checkpoints and what is wrong.
 
     Ctrl-C leaves the run alone. Without a terminal, a line is printed for each new step.
     """
 
     command = "watch"
-    positional = ("run",)
-    run: LocalRun
-    """The run's --output-dir."""
     once: bool = False
     """Print the state of this moment, and end."""
 
-    def execute(self) -> int:
-        view, name = _view(self.run), str(self.run)
+    def look(self, view: RunView, name: str) -> int:
         first = overview(view, here=name)
         if self.as_json:
-            print(json.dumps(_as_json(self.run, first), indent=2))
+            print(json.dumps(_as_json(name, first), indent=2))
             return 0
 
         from rich.console import Console  # takes a while to import
@@ -285,23 +315,19 @@ def _follow(view: RunView, name: str) -> int:
         time.sleep(shown.pause(INTERVAL))
 
 
-class WriteReport(ToolCommand):
+class WriteReport(LooksAtRun):
     """Write a run as one HTML file that needs nothing else: what is wrong, curves, time, steps, answers."""
 
     command = "report"
-    positional = ("run",)
-    run: LocalRun
-    """The run's --output-dir."""
     out: Path | None = None
     """The file (default: NAME.html, here)."""
     png: Path | None = None
     """Also write each curve as a PNG file into this folder."""
 
-    def execute(self) -> int:
+    def look(self, view: RunView, name: str) -> int:
         from cairn.watch.report import draw_pngs, report
 
-        view, name = _view(self.run), str(self.run)
-        written = [self.out or Path(f"{view.run.path.name}.html")]
+        written = [self.out or Path(f"{Path(name).name or view.run.path.name}.html")]
         write_atomic(written[0], report(view, name).encode())
         if self.png is not None:
             written += draw_pngs(overview(view, here=name, rules=()).curves, self.png)

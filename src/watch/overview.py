@@ -154,7 +154,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
     seen = RuleInput(rows, shot.config or {}, here or str(shot.path), disk)
     return Overview(
         path=shot.path,
-        command=shot.attempt.command if shot.attempt else None,
+        command=shot.command,
         state=shot.state,
         step=shot.step,
         max_steps=shot.max_steps,
@@ -162,7 +162,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         pace=pace,
         tokens_per_second=tokens / (computing + waiting) if tokens and computing else None,
         mfu=sum(used) / len(used) if used else None,
-        curves=curves(shot.attempt.command if shot.attempt else None, rows),
+        curves=curves(shot.command, rows),
         roles=[*_roles(shot)],
         saved=saved,
         restarts=sum(shot.costs.restarts.values()),
@@ -173,7 +173,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         if computing
         else {},
         findings=what_is_wrong(seen, rules),
-        resume=None if alive or shot.state in ("done", "empty") else resume_command(shot.history),
+        resume=None if alive or shot.state in ("done", "empty", "unknown") else resume_command(shot.history),
         age=None if last_active is None else max(shot.time - last_active, 0.0),
         seconds=time.process_time() - began,
     )

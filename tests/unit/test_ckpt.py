@@ -344,7 +344,10 @@ def test_what_is_no_checkpoint_is_bad_usage_for_every_command(
         (("export", "a", "b", "--format", "hff"), "'hff' is not one of "),
         (("export", "a", "b", "--shard-size", "x"), "--shard-size: 'x' is no size"),
         (("verify", "s3x://bucket/step_2"), "PATH: s3x:// is no object store; known are s3://"),
-        (("audit", "s3://bucket/run"), "RUN: s3://bucket/run is a URL, where only checkpoints are kept"),
+        (
+            ("audit", "s3://bucket/run"),
+            "RUN: s3://bucket/run is a URL, where neither rollouts nor a ledger",
+        ),
     ],
 )
 def test_wrong_arguments(ckpt: Callable[..., Finished], argv: tuple[str, ...], words: str):

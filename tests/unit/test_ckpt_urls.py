@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import recorded_runs
 from families import make
 from runs import Finished, flip
 from safetensors.numpy import save
 from safetensors.torch import load_file
 from stores import BadNetwork, make_step, s3_bucket
 
+import cairn
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.step_folder import verify
@@ -23,9 +25,12 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
-from cairn.remote.run_files import summary
+from cairn.remote.run_files import RunFiles, summary
 from cairn.remote.uploads import RunUploads
 from cairn.run.output import no_progress
+from cairn.watch import commands as watch_commands
+from cairn.watch.page.api import RunApi
+from cairn.watch.remote_runs import mirrored, remote_view
 
 MANY = 10_000
 
@@ -41,6 +46,67 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def url(bucket: Path, tmp_path: Path) -> str:
     """An empty prefix."""
     return f"s3://bucket/{tmp_path.name}"
+
+
+def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """By each command, the page and Python; what is not there is not made up."""
+    run = recorded_runs.busy(tmp_path / "busy", steps=25)
+    remote = RemoteStore(Objects(url))
+    source = CheckpointStore(run.checkpoints)
+    folder, manifest = source.folder(30), source.manifest(30)
+    for name in manifest.files:
+        remote.objects.put(f"step_30/{name}", (folder / name).read_bytes())
+    for name in ("step_30/manifest.json", "committed/step_30.json"):
+        remote.objects.put(name, (folder / "manifest.json").read_bytes())
+    RunFiles(remote.objects).put([run.metrics.path, run.history.path, run.evals.path])
+
+    def said(command: str, *arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", [command, *map(str, arguments)])
+        return watch_commands.run(command), capsys.readouterr().out
+
+    there, here = (
+        json.loads(said("diagnose", url, "--json")[1]),
+        json.loads(said("diagnose", run.path, "--json")[1]),
+    )
+    assert there["tokens"] == here["tokens"]
+    assert there["time"]["seconds"]["computed"] == here["time"]["seconds"]["computed"]
+    shown = json.loads(said("watch", url, "--json")[1])
+    assert (shown["path"], shown["command"], shown["state"], shown["step"]) == (url, "rl", "unknown", 25)
+    assert (shown["saved"]["step"], shown["resume"], shown["roles"]) == (30, None, [])
+    above, name = url.rsplit("/", 1)
+    assert [one["path"] for one in json.loads(said("runs", above, "--json")[1])] == [f"{above}/{name}"]
+    assert said("report", url, "--out", tmp_path / "report.html")[0] == 0
+    assert url in (tmp_path / "report.html").read_text()
+    opened = cairn.Run(url)
+    assert opened.metrics["loss"].tolist() == cairn.Run(run.path).metrics["loss"].tolist()
+    assert opened.token_account() == cairn.Run(run.path).token_account()
+    for what in (lambda: opened.steps, opened.rollouts):
+        with pytest.raises(cairn.UsageError, match="not read from an object store"):
+            what()
+    with mirrored(above) as runs:
+        page = RunApi(runs.folder, None, runs)
+        assert [line.path for line in page.runs()] == [url]
+        (step,) = page.checkpoints(name)["rows"]
+        assert (step["step"], step["state"], page.checkpoints(name)["folder"]) == (
+            30,
+            "complete",
+            url,
+        )
+        assert page.timeline(name)["total"] == 25
+        run.metrics.append({"step": 26, "loss": 0.5})
+        RunFiles(remote.objects).put([run.metrics.path])
+        remote.objects.delete(["committed/step_30.json"])
+        runs.refresh()
+        assert page.row(name, 26) == {"step": 26, "loss": 0.5}
+        assert page.checkpoints(name)["rows"] == []
+    assert not runs.folder.exists(), "copies last as long as they are looked at"
+    with (
+        pytest.raises(cairn.UsageError, match=f"there is no run: .*; below it are {name}"),
+        remote_view(above),
+    ):
+        pass
 
 
 @pytest.fixture

@@ -59,7 +59,9 @@ Ask = Callable[..., Any]
 
 
 def client(folder: Path) -> TestClient:
-    return TestClient(make_app(folder, TOKEN), base_url="http://127.0.0.1:8265", follow_redirects=False)
+    return TestClient(
+        make_app(RunApi(folder), TOKEN), base_url="http://127.0.0.1:8265", follow_redirects=False
+    )
 
 
 @pytest.fixture

@@ -192,3 +192,19 @@ def test_lines_without_a_row_are_numbered(run: RunDirectory):
     ]
     run.metrics.path.write_bytes(b"")
     assert run.metrics.numbered() == []
+
+
+def test_the_state_of_a_copy_without_roles_is_what_its_history_says(run: RunDirectory):
+    """Or unknown: nobody can tell from a copy whether the run goes on elsewhere."""
+    view = RunView(run.path)
+    run.history.path.unlink(missing_ok=True)
+    run.metrics.append({"step": 1})
+    run.roles.unlink()
+    assert (view.snapshot().state, view.command()) == ("unknown", None)
+    run.history.begin_attempt(1, None, ["rl", "--ckpt"])
+    assert (view.snapshot().state, view.snapshot().command, view.command()) == ("unknown", "rl", "rl")
+    for state in ("done", "stopped", "failed", "killed", "odd"):
+        run.history.ended(1, state, step=1, reason="")
+        assert view.snapshot().state == (state if state != "odd" else "unknown")
+    run.history.begin_attempt(2, None, ["rl", "--ckpt"])
+    assert view.snapshot().state == "unknown"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from cairn.checkpoint.manifest import CheckpointError, age_of
 from cairn.checkpoint.retention import reasons_to_keep
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
 from cairn.orchestrator.ledger import RESTS, LedgerSummary
 from cairn.orchestrator.rollout_log import Row, kind_of
@@ -242,39 +242,40 @@ def _key(columns: Mapping[str, np.ndarray[Any, Any]], row: int) -> tuple[int, in
 # Checkpoints
 
 
-def checkpoints(folder: Path, config: Mapping[str, Any] | None, history: Sequence[Row]) -> dict[str, Any]:
+def checkpoints(
+    store: Tier, where: str, config: Mapping[str, Any] | None, history: Sequence[Row]
+) -> dict[str, Any]:
     """The steps of a run as `ckpt list` has them, with their parents, ages and the commands that resume.
 
     Args:
+        store: where they are, which people call `where`.
         history: the events of history.jsonl.
 
     Raises:
-        UsageError: the folder is a broken link.
+        UsageError: a folder is a broken link.
+        RemoteError: an object store refuses or fails.
     """
-    store = CheckpointStore(folder)
     warnings: list[str] = []
     kept = _kept_by(store, as_object(as_object(config).get("ckpt")), warnings)
     try:
         rows = store.rows(None, kept)
     except CheckpointError as error:  # of the ratings; the steps are there all the same
         warnings.append(str(error))
-        rows = [{"folder": str(store.folder(step)), "step": step, "state": "?"} for step in store.steps()]
+        rows = [{"folder": store.name_of(step), "step": step, "state": "?"} for step in store.steps()]
     for row in rows:
         metrics = as_object(row.pop("metrics", None))
         row["metrics"] = {key: metrics[key] for key in ("loss", "reward/mean") if key in metrics}
         row["name"] = Path(row["folder"]).name
         row["age"] = age_of(str(row.get("created")))
         row["resume"] = _resume(history, row)
-    return {"folder": str(folder), "rows": rows, "warnings": warnings, "total_bytes": _total(rows)}
+    return {"folder": where, "rows": rows, "warnings": warnings, "total_bytes": _total(rows)}
 
 
 def _total(rows: Sequence[Mapping[str, Any]]) -> int:
     return sum(int(row.get("bytes") or 0) for row in rows)
 
 
-def _kept_by(
-    store: CheckpointStore, settings: Mapping[str, Any], warnings: list[str]
-) -> dict[int, list[str]]:
+def _kept_by(store: Tier, settings: Mapping[str, Any], warnings: list[str]) -> dict[int, list[str]]:
     try:
         known = {key: value for key, value in settings.items() if key in CkptConfig.model_fields}
         rules = CkptConfig(**known)

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import StepFolders
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tiers import Tier
 from cairn.orchestrator.ledger import read_summary
 from cairn.orchestrator.rollout_log import SCHEMA, KeptRollouts, Row
 from cairn.run.errors import UsageError
@@ -28,6 +30,9 @@ from cairn.watch.commands import find_runs
 from cairn.watch.overview import Overview, overview
 from cairn.watch.page import accounts, answers, curves, events
 from cairn.watch.page.rollout_index import FoundRollouts, RolloutIndex, RolloutQuery, whole_rows
+
+if TYPE_CHECKING:
+    from cairn.watch.remote_runs import RemoteRun, RemoteRuns
 
 LOOK_SECONDS = 2.0
 """For so long a list of the runs below a folder is kept."""
@@ -65,15 +70,25 @@ class RunLine:
 class RunReader:
     """One run, as the page reads it. One thread at a time: whoever uses it holds `lock`."""
 
-    def __init__(self, id: str, path: Path):
+    def __init__(self, id: str, path: Path, remote: "RemoteRun | None" = None):
+        """remote: the run in an object store whose small files are copied to `path`."""
         self.id = id
-        self.path = path
+        self.name = str(remote or path)
+        self._remote = remote
         self.lock = threading.Lock()
         self.view = RunView(path)
         self.index = RolloutIndex(KeptRollouts(self.view.run.rollouts))
         self._kept: dict[str, tuple[object, float, Any]] = {}
         self._glance: tuple[Overview, str, float] | None = None
         self._decoder: answers.Decoder | None = None
+
+    def steps(self) -> Tier:
+        """Where its checkpoints are."""
+        return self._remote.steps if self._remote else CheckpointStore(self.view.checkpoints())
+
+    def steps_name(self) -> str:
+        """What people call that place."""
+        return str(self._remote or self.view.checkpoints())
 
     def stamp(self) -> str:
         """Changes when any file of the run does that the page shows."""
@@ -113,7 +128,7 @@ class RunReader:
             fresh = stamp == earlier and since < (ALIVE_SECONDS if shown.is_going_on else ENDED_SECONDS)
             if fresh or since < shown.pause(0.0):
                 return shown, earlier
-        shown = overview(self.view, here=str(self.path))
+        shown = overview(self.view, here=self.name)
         self._glance = shown, stamp, now
         return shown, stamp
 
@@ -130,9 +145,11 @@ class RunApi:
     Every method may raise DamagedFile, if a file of the run as a whole can't be read.
     """
 
-    def __init__(self, folder: Path, price: float | None = None):
-        """price: of an hour of the machines of a run."""
+    def __init__(self, folder: Path, price: float | None = None, remote: "RemoteRuns | None" = None):
+        """price: of an hour of the machines of a run. remote: runs that are copied into `folder`."""
         self.folder = folder.absolute()
+        self.name = remote.url if remote else str(self.folder)
+        self._remote: Callable[[], Mapping[str, RemoteRun]] = lambda: remote.runs if remote else {}
         self.price = price
         self._readers: dict[str, RunReader] = {}
         self._looked = -1e9
@@ -144,7 +161,8 @@ class RunApi:
             if time.monotonic() - self._looked > LOOK_SECONDS:
                 paths = {path.relative_to(self.folder).as_posix(): path for path in find_runs(self.folder)}
                 self._readers = {
-                    id: self._readers.get(id) or RunReader(id, path) for id, path in paths.items()
+                    id: self._readers.get(id) or RunReader(id, path, self._remote().get(id))
+                    for id, path in paths.items()
                 }
                 self._looked = time.monotonic()
             return self._readers
@@ -153,7 +171,7 @@ class RunApi:
     def _run(self, id: str) -> "Any":
         reader = self._found().get(id)
         if reader is None:
-            raise UnknownRun(f"run = {id!r}: there is no such run in {self.folder} now")
+            raise UnknownRun(f"run = {id!r}: there is no such run in {self.name} now")
         with reader.lock:
             yield reader
 
@@ -169,12 +187,12 @@ class RunApi:
             try:
                 shown, _ = reader.overview()
             except DamagedFile as error:
-                return RunLine(reader.id, str(reader.path), damaged=str(error))
+                return RunLine(reader.id, reader.name, damaged=str(error))
             last = reader.view.run.last_active()
         curve = shown.curves[0] if shown.curves else None
         return RunLine(
             id=reader.id,
-            path=str(reader.path),
+            path=reader.name,
             command=shown.command,
             state=shown.state,
             step=shown.step,
@@ -203,6 +221,7 @@ class RunApi:
         return {
             **found,
             "id": run,
+            "path": reader.name,
             "stamp": stamp,
             "curves": [{"key": key, "label": label} for key, label in labels.items()],
             "newest": {curve.key: curve.newest for curve in shown.curves},
@@ -226,8 +245,7 @@ class RunApi:
         """The curves of these metrics, between `first` and `last` on the axis."""
         with self._run(run) as reader:
             rows = list(reader.rows())
-            attempt = reader.view.run.attempt()
-        labels = curves.labels_of(attempt.command if attempt else None, rows)
+            labels = curves.labels_of(reader.view.command(), rows)
         return curves.points_of(rows, keys, axis, first=first, last=last, labels=labels, most=most)
 
     def row(self, run: str, step: int) -> dict[str, Any]:
@@ -347,12 +365,11 @@ class RunApi:
     def checkpoints(self, run: str) -> dict[str, Any]:
         """The checkpoints of a run, and its branches."""
         with self._run(run) as reader:
-            folder, config, history = (
-                reader.view.checkpoints(),
-                reader.view.known_config(),
-                reader.view.history(),
+            config, history = reader.view.known_config(), reader.view.history()
+            where = reader.steps_name()
+            found = reader.kept(
+                "checkpoints", lambda: accounts.checkpoints(reader.steps(), where, config, history)
             )
-            found = reader.kept("checkpoints", lambda: accounts.checkpoints(folder, config, history))
         return {**found, "branches": accounts.branches(found["rows"])}
 
     def goodput(self, run: str) -> dict[str, Any]:

@@ -7,14 +7,18 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from cairn.config.cli import load
-from cairn.config.shared import ToolCommand
+from cairn.config.shared import Place, ToolCommand
 from cairn.run.errors import UsageError
 from cairn.run.output import printable
 from cairn.watch.commands import find_runs
+
+if TYPE_CHECKING:
+    from cairn.watch.page.api import RunApi
 
 HOST = "127.0.0.1"
 """The page is for this machine; `ssh -L` brings it to another."""
@@ -33,18 +37,29 @@ class ServeDash(ToolCommand):
 
     command = "dash"
     positional = ("folder",)
-    folder: Path = Path("outputs")
-    """Where runs are looked for, or one run's --output-dir."""
+    folder: Place = Path("outputs")
+    """Where runs are looked for, or one run's --output-dir; or a URL that runs have as --ckpt.remote."""
     port: int | None = Field(default=None, ge=0, le=65535)
     """The port (default: 8265, or the next free one; 0: any free one)."""
     price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """The price of an hour of a run's machines, in any unit: its time and tokens are in money, too."""
 
     def execute(self) -> int:
+        from cairn.watch.page.api import RunApi  # imports numpy and pyarrow, which --help has no time for
+
+        if isinstance(self.folder, str):
+            from cairn.watch.remote_runs import mirrored  # takes a while to import
+
+            with mirrored(self.folder) as runs:
+                runs.follow()
+                return self._serve(RunApi(runs.folder, self.price, runs))
         if not self.folder.is_dir():
             raise UsageError(
                 f"{self.folder}: there is no such folder; give one that holds output directories"
             )
+        return self._serve(RunApi(self.folder, self.price))
+
+    def _serve(self, api: "RunApi") -> int:
         import uvicorn
 
         from cairn.watch.page.server import make_app
@@ -52,15 +67,15 @@ class ServeDash(ToolCommand):
         token = secrets.token_urlsafe(24)
         with contextlib.closing(listen(self.port)) as listener:
             address = f"http://{HOST}:{listener.getsockname()[1]}/{token}/"
-            found = len(find_runs(self.folder))
+            found = len(find_runs(api.folder))
             if self.as_json:
                 print(json.dumps({"address": address, "runs": found}), flush=True)
             else:
-                runs = f"{found} run{'' if found == 1 else 's'} in {printable(self.folder)}"
+                runs = f"{found} run{'' if found == 1 else 's'} in {printable(str(self.folder))}"
                 print(f"{runs}; new ones appear by themselves. Ctrl-C ends this page.")
                 print(address, flush=True)
             config = uvicorn.Config(
-                make_app(self.folder, token, self.price),
+                make_app(api, token),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

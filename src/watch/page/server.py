@@ -100,9 +100,8 @@ def _plain(text: str, status: int, headers: Mapping[str, str] | None = None) -> 
     return PlainTextResponse(text, status, headers={**HEADERS, **(headers or {})})
 
 
-def make_app(folder: Path, token: str, price: float | None = None) -> ASGIApp:
-    """The server of all runs below a folder. price: of an hour of a run's machines."""
-    api = RunApi(folder, price)
+def make_app(api: RunApi, token: str) -> ASGIApp:
+    """The server of all runs that `api` knows."""
     routes = [Route(f"/api/{name}", _endpoint(ask), methods=["GET"]) for name, ask in _questions(api).items()]
     routes += [Route("/{name:path}", _static, methods=["GET"])]
     return TokenGuard(Starlette(routes=routes), token)
@@ -235,7 +234,7 @@ def _questions(api: RunApi) -> dict[str, Callable[[QueryArguments], object]]:
         return a.text("run"), a.count("step"), a.count("place"), a.count("sample")
 
     return {
-        "runs": lambda a: {"folder": str(api.folder), "runs": api.runs()},
+        "runs": lambda a: {"folder": api.name, "runs": api.runs()},
         "pulse": lambda a: api.pulse(a.text("run")),
         "overview": lambda a: api.overview(a.text("run")),
         "keys": lambda a: api.keys(a.text("run")),

@@ -31,7 +31,7 @@ FILE_SECONDS = 15.0
 """Between two writes of the file."""
 PATIENCE_SECONDS = 5.0
 """How long a client may take for its request."""
-STATES = ("empty", "running", "stopping", "done", "stopped", "failed", "killed")
+STATES = ("empty", "unknown", "running", "stopping", "done", "stopped", "failed", "killed")
 ROLE_STATES = ("running", "waiting", "done", "stopped", "failed")
 
 Labels = Mapping[str, str]
