@@ -1,17 +1,20 @@
 """Draws what runs are made of from tables, so that tests don't all use one model family and one signal.
 
-A draw depends only on the name that is given for it, so a test always gets the same one. Only what `seed`
-gives differs from commit to commit.
+A draw depends only on the name that is given for it, so a test always gets the same one. Only what `seed` and
+`cases` give differs from commit to commit.
 """
 
 import functools
 import json
 import os
+import random
 import subprocess
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from cairn.run.signals import STOP_SIGNALS
 
@@ -53,6 +56,25 @@ def commit() -> str:
 def seed(name: str) -> int:
     """A number that the commit and `name` decide."""
     return zlib.crc32(f"{commit()} {name}".encode())
+
+
+def cases(table: Sequence[object], name: str, number: int, always: Sequence[object] = ()) -> list[Any]:
+    """All cases of a test as its parameters: some run in each commit, the others only with `-m soak`.
+
+    Args:
+        table: values of one parameter, or a tuple for several.
+        number: how many of those not in `always` run in a commit, which its hash and `name` decide.
+        always: cases that run in each commit.
+    """
+    free = [case for case in table if case not in always]
+    drawn_now = [*always, *random.Random(seed(name)).sample(free, number)]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in drawn_now else pytest.mark.soak,
+        )
+        for case in table
+    ]
 
 
 def family(name: str) -> str:

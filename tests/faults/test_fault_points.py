@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import draws
 import pytest
 import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
@@ -17,7 +18,7 @@ from cairn.checkpoint.tensors.compression import packed_files
 from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point
 
-ACTIONS = ("kill", "ENOSPC", "EIO", "EACCES")
+ERRORS = ("ENOSPC", "EIO", "EACCES")
 
 # For the second save of three, at step 4: how often the point was reached by then; which step is the latest
 # afterwards, and what debris there is.
@@ -83,11 +84,16 @@ def goes_on(run: Toy, straight: dict[str, bytes]) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("errors", [1, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("point", STRIKES)
-def test_a_fault_costs_no_step(point: str, straight: dict[str, bytes], tmp_path: Path):
+def test_a_fault_costs_no_step(point: str, errors: int, straight: dict[str, bytes], tmp_path: Path):
     """Afterwards the latest step is whole, no earlier one was harmed, debris is reported and cleaned away,
-    and the run goes on to the same weights, bit for bit."""
+    and the run goes on to the same weights, bit for bit.
+
+    A process is killed there; then it meets an error, which one the commit decides.
+    """
     count, latest, debris = STRIKES[point]
+    actions = ["kill", *random.Random(draws.seed(point)).sample(ERRORS, errors)]
 
     def strike(action: str) -> None:
         run = Toy(tmp_path / action, fault=f"{point}:{action}@{count}", orchestrator=point.startswith("orch"))
@@ -109,7 +115,7 @@ def test_a_fault_costs_no_step(point: str, straight: dict[str, bytes], tmp_path:
         assert store.steps() == ([2, 4] if earlier else [latest])
         goes_on(run, straight)
 
-    toy.both_cores(strike, list(ACTIONS))
+    toy.both_cores(strike, actions)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,6 @@ def test_two_accidents_in_a_row(straight: dict[str, bytes], tmp_path: Path):
 
 # At any time
 
-RUNS = 10
 WIDTH = 30_000  # about 25 MB a save: long enough to be hit in the middle
 
 
@@ -178,11 +183,14 @@ def straight_and_wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return toy.contents(run.store.folder(LAST))
 
 
+@pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("victim", ["trainer", "writer"])
-def test_a_kill_at_any_time_costs_no_step(victim: str, straight_and_wide: dict[str, bytes], tmp_path: Path):
+def test_a_kill_at_any_time_costs_no_step(
+    victim: str, runs: int, straight_and_wide: dict[str, bytes], tmp_path: Path
+):
     """SIGKILL at random moments around a save, of the trainer or of its writer alone."""
     chance = random.Random(f"kill the {victim}")
-    plan = [(i, chance.choice([2, 4, 6]), chance.random() ** 2 * 0.3) for i in range(RUNS)]
+    plan = [(i, chance.choice([2, 4, 6]), chance.random() ** 2 * 0.3) for i in range(runs)]
     ends: list[int] = []
 
     def strike(choice: tuple[int, int, float]) -> None:

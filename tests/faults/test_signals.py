@@ -77,14 +77,23 @@ class Case:
 
 
 SOAK = pytest.mark.soak
+TO_A_BATCH_SCRIPT = Case(TERM, "all but the script", "batch script", "sft on 2 ranks", goes_on=True)
+"""What Slurm does, to ranks; the run goes on."""
 CASES = [
-    Case(TERM, "group", "uv run"),
-    Case(TERM, "launcher", "timeout"),
-    Case(TERM, "all", then=HUP),
-    Case(TERM, "all but the script", "batch script", "sft on 2 ranks", goes_on=True),
-    Case(HUP, "key", "terminal"),
-    Case(INT, "key", "uv run in a terminal"),
-    Case(HUP, "all", run="sft on 2 ranks"),
+    *draws.cases(
+        [
+            Case(TERM, "group", "uv run"),
+            Case(TERM, "launcher", "timeout"),
+            Case(TERM, "all", then=HUP),
+            TO_A_BATCH_SCRIPT,
+            Case(HUP, "key", "terminal"),
+            Case(INT, "key", "uv run in a terminal"),
+            Case(HUP, "all", run="sft on 2 ranks"),
+        ],
+        __name__,
+        3,
+        always=[TO_A_BATCH_SCRIPT],
+    ),
     *(  # tests/integration/test_rl.py has one of rl
         pytest.param(replace(case, goes_on=True), marks=SOAK)
         for case in [

@@ -54,3 +54,18 @@ def test_a_seed_is_of_the_commit_and_the_name(monkeypatch: pytest.MonkeyPatch):
     draws.commit.cache_clear()
     assert len(found["a"]) == len(found["b"]) == 2
     assert found["a"].isdisjoint(found["b"])
+
+
+def test_some_cases_run_in_each_commit_and_all_sooner_or_later(monkeypatch: pytest.MonkeyPatch):
+    """Those that do not run are in the soak tier."""
+    table, now = [("a", 1), "b", "c", "d"], []
+    for commit in range(60):
+        draws.commit.cache_clear()
+        monkeypatch.setenv("CAIRN_TESTS_COMMIT", str(commit))
+        found = draws.cases(table, "test", 1, always=["d"])
+        assert [case.values for case in found] == [("a", 1), ("b",), ("c",), ("d",)]
+        now.append([case.values for case in found if not case.marks])
+        assert all([mark.name for mark in case.marks] == ["soak"] for case in found if case.marks)
+    draws.commit.cache_clear()
+    assert all(len(run) == 2 and run[-1] == ("d",) for run in now)
+    assert {run[0] for run in now} == {("a", 1), ("b",), ("c",)}
