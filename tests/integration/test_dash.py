@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import re
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -304,6 +306,20 @@ def test_whoever_lacks_the_token_gets_nothing(page: Browser, address: str):
         assert refused.value.code == 401
         assert b"busy" not in refused.value.read()
     assert page.run("document.cookie") == ""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_gets_nothing(page: Browser, address: str):
+    """Neither an answer, nor the token from what that user can read of the processes here."""
+    port, token = re.findall(r"http://127\.0\.0\.1:(\d+)/(.+)/", address)[0]
+    asks = r"printf 'GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n' >&3; cat <&3"
+    reads = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null"
+    command = ["/bin/bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}; {asks}; {reads}"]
+    other = {"user": 65534, "group": 65534, "extra_groups": [], "env": {}, "cwd": "/"}
+    found = subprocess.run(command, **other, capture_output=True).stdout
+    assert found.startswith(b"HTTP/1.1 401 ")
+    assert b"--port" in found, "command lines of others can be read here"
+    assert token.encode() not in found
 
 
 def test_tokens_are_coloured_by_logprob_and_by_policy(page: Browser):
