@@ -88,6 +88,18 @@ def test_records():
 
 
 @pytest.mark.soak
+def test_watching():
+    found = report("watching")
+    assert found["page_answers"] > 0
+    for name in ("step", "processor"):
+        low, high = found[name]["interval"]
+        assert 0 < low <= found[name]["ratio"] <= high
+        assert len(found[name]["ratios"]) == found["pairs"]
+    assert found["watchers_cores"] > 0
+    assert found["spans"]["a_step"] >= 1, "the trainer notes each step"
+
+
+@pytest.mark.soak
 def test_rl():
     tiny = report("rl")["tasks"]["tiny"]
     exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]

@@ -131,7 +131,7 @@ def test_where_peak_and_name_come_from(monkeypatch: pytest.MonkeyPatch):
     """The device's name and the type of the computation decide; a CPU has none."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
-    def metrics(device: str, **precision: str) -> dict[str, float]:
+    def metrics(device: str, **precision: Any) -> dict[str, float]:
         group: Any = SimpleNamespace(device=torch.device(device), world_size=1)
         state: Any = SimpleNamespace(group=group, models={"policy": SimpleNamespace(module=built("qwen3"))})
         config: Any = SimpleNamespace(precision=PrecisionConfig(**precision))
