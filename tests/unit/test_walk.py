@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from test_imports import FLOORS, modules, room
 
-ROOMS, CLIMBS, RETURNS = 39, 17, 36
+ROOMS, CLIMBS, RETURNS = 47, 17, 36
 """What was reached; before there was a plan, it was 118, 63 and 122."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
