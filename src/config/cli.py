@@ -210,7 +210,7 @@ def _readable(
 
     found = []
     for problem in error.errors():
-        path = _path_of(problem["loc"], values)
+        path = _path_of(_as_given(problem["loc"], values, root), values)
         path = path[1:] if _is_shared(root, path) else path
         if problem["type"] == "value_error" and root.find(path) is None and root.find(path[:-1]):
             path = path[:-1]  # of a section, with the type that it has
@@ -233,6 +233,17 @@ def _readable(
         where += f" (in {file})" if file else ""
         lines.append(f"{where}: {_plain(path, problem, root)}" if path else _plain(path, problem, root))
     return "\n".join(dict.fromkeys(lines))
+
+
+def _as_given(loc: tuple[int | str, ...], values: Any, root: Setting) -> tuple[int | str, ...]:
+    """The place of an error in what was given: a value that roles share was given in one place of several."""
+    shared = _shared_keys(root)
+    below = loc[1:] if len(loc) > 1 and loc[1] in shared.get(str(loc[0]), ()) else loc
+    for place in (below, *((role, *below) for role, keys in shared.items() if below and below[0] in keys)):
+        section = values if place is below else values.get(place[0])
+        if isinstance(section, dict) and below and below[0] in section:
+            return place
+    return loc
 
 
 def _path_of(loc: tuple[int | str, ...], values: Any) -> tuple[str, ...]:

@@ -725,6 +725,18 @@ def test_a_configuration_never_changes(command: str):
         config.model.name = "other"
 
 
+@pytest.mark.parametrize("section", ["", "[trainer]\nseq_len = 64\n", "[orchestrator.ckpt]\nincrement = 3\n"])
+def test_an_unknown_shared_setting_is_named_once(tmp_path: Path, section: str):
+    """It is handed to each role, whether or not the role has a section of its own in a file."""
+    path = tmp_path / "rl.toml"
+    path.write_text(section)
+    with pytest.raises(UsageError) as refused:
+        load(RLConfig, ["@", str(path), *([] if "ckpt" in section else ["--ckpt.increment", "3"])])
+    [line] = str(refused.value).splitlines()
+    assert line.startswith("--ckpt.increment")
+    assert line.endswith(": there is no such setting; did you mean --ckpt.incremental?")
+
+
 def test_a_shared_value_is_shared_by_whoever_has_it():
     """Also where it is set once the command line has been read, as the resolved model is."""
     config = RLConfig(max_steps=7, output_dir="here")
