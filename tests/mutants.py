@@ -402,6 +402,18 @@ MUTANTS = (
         "test_sinks",
     ),
     M("tracebacks repeat", "OnlyOnce.filter", "== 1:", ">= 1:", "test_logs"),
+    # Use of GPUs, and what is said first of a run that does not learn
+    M("every token uses all experts", "model_flops", "share = active", "share = 1.0", "test_utilisation"),
+    M("attention is not causal", "_pairs", "full * (full + 1) // 2", "full * full", "test_utilisation"),
+    M("a slice of a GPU is a GPU", "peak_of", "OTHERS.isdisjoint(words)", "True", "test_utilisation"),
+    M(
+        "redraw where no prompt has a spread",
+        "NothingLearned._advice",
+        "if some",
+        "if True",
+        "test_diagnosis",
+    ),
+    M("a failed run says no more", "after_failure", "diagnose {here}", "", "test_endings"),
     # Who may look at a run
     M(
         "page without its token",

@@ -171,6 +171,7 @@ def test_each_fault_is_found_alone_and_names_the_setting(
     }
     it = found(rows(8, base, **changed), config)
     assert list(it) == [rule]
+    assert ("redraw" in str(it[rule])) <= ("redraw" in " ".join(says)), "only where it can help"
     for words in says:
         assert words in str(it[rule])
     assert len(str(it[rule])) < 400

@@ -17,7 +17,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
-from cairn.launch.exit_report import what_next
+from cairn.launch.exit_report import after_failure, what_next
 from cairn.launch.plan.settings import with_steps
 from cairn.run import output
 from cairn.run.directory import RunDirectory
@@ -34,6 +34,7 @@ def test_what_can_be_done_next(command: str, saved: bool, tmp_path: Path, monkey
     for one in said.split(", "):
         assert hasattr(main, one.split()[0]) or one.startswith("scripts/plot_run.py ")
         assert "'my runs/one" in one
+    assert after_failure(run) == "watch 'my runs/one', diagnose 'my runs/one', dash 'my runs/one'"
     assert {"diagnose", "dash"} <= {one.split()[0] for one in said.split(", ")}
     assert ("rollouts" in said) == (command in ("rl", "trainer"))
     assert ("inference --model.name 'my runs/one/checkpoints/step_20'" in said) == (
