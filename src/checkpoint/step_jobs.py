@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from cairn.checkpoint.retention import Spare
+from cairn.checkpoint.retention import OF_SPIKES, WAITING, Spare
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.history import PREFIX, History
+from cairn.run.history import PREFIX, History, spared_for_rewinds
+from cairn.run.jsonlines import as_object
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,24 @@ class StepJobs:
     def metrics(self) -> Mapping[str, float]:
         """How many steps waited, and how many of them no rule kept, when the newest step was committed."""
         return {name: value for report in self._reports for name, value in report.metrics().items()}
+
+
+def spares_of(
+    config: Mapping[str, Any], store: CheckpointStore, jobs: Sequence[StepJob], interval: int | None
+) -> dict[str, Spare]:
+    """Which steps that no rule keeps a run still needs, by the reason, for whoever looks at its steps.
+
+    They wait for one of its jobs, or are what a spike in the next step goes back to.
+
+    Args:
+        config: the content of its config.json.
+        interval: its `ckpt.interval`.
+    """
+    found: dict[str, Spare] = {WAITING: StepJobs(jobs).spared}
+    spike = as_object(as_object(config.get("trainer") or config).get("spike"))
+    if spike.get("on_spike") == "rewind" and interval:
+        found[OF_SPIKES] = lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, interval)
+    return found
 
 
 class _Report:

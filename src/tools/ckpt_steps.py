@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.retention import OF_SPIKES, WAITING, Spare, add_spared, prune, reasons_to_keep
-from cairn.checkpoint.step_jobs import StepJob, StepJobs
+from cairn.checkpoint.retention import Spare, add_spared, prune, reasons_to_keep
+from cairn.checkpoint.step_jobs import StepJob, spares_of
 from cairn.checkpoint.store import CheckpointStore, OneStep
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
@@ -16,7 +16,6 @@ from cairn.config.shared import Place, ToolCommand
 from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.jsonlines import as_object
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
 from cairn.tools.ckpt_places import (
@@ -197,10 +196,7 @@ def _rules(path: Path) -> CkptConfig:
 
 
 def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, Spare]:
-    """Which steps that no rule keeps the run around the checkpoints still needs, by the reason.
-
-    They wait to be exported or uploaded, or are what a spike in the next step goes back to.
-    """
+    """Which steps that no rule keeps the run around the checkpoints still needs, by the reason."""
     if rules.export is None and rules.remote is None and not rules.interval:
         return {}
     config = run_config(path)
@@ -209,13 +205,7 @@ def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, 
         jobs.append(run_exports(rules.export, store, last=last, attempt=attempt_id(path)))
     if rules.remote is not None:
         jobs.append(RunUploads(store, rules, last))
-    found: dict[str, Spare] = {WAITING: StepJobs(jobs).spared}
-    spike = as_object(as_object(config.get("trainer") or config).get("spike"))
-    if spike.get("on_spike") == "rewind" and rules.interval:
-        from cairn.run.history import spared_for_rewinds  # imports more than --help has time for
-
-        found[OF_SPIKES] = lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, rules.interval or 0)
-    return found
+    return spares_of(config, store, jobs, rules.interval)
 
 
 def _check_metric(store: CheckpointStore, rules: CkptConfig) -> None:

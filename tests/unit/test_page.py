@@ -21,6 +21,7 @@ from recorded_runs import HOSTILE, busy, damage, flat, hostile, keep, make, many
 from starlette.testclient import TestClient
 
 import cairn
+from cairn.checkpoint.retention import WAITING
 from cairn.launch import main
 from cairn.orchestrator.advantages import Grpo
 from cairn.orchestrator.rollout_log import KeptRollouts
@@ -609,6 +610,26 @@ def test_checkpoints_have_their_branches_rules_and_commands(tmp_path: Path):
     assert rows[20, "branch_1"]["state"].startswith("damaged: ")
     assert rows[20, "branch_1"]["resume"] is None
     assert rows[40, "branch_1"]["state"] == "abandoned (branch_1)"
+
+
+def test_a_step_that_waits_for_its_upload_is_said_to_be_kept_for_it(
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Page and `ckpt list` agree; without the run's settings no rule is made up."""
+    run = busy(tmp_path / "run", steps=20)
+    config = {"max_steps": 100, "ckpt": {"interval": 10, "keep_last": 1, "remote": "s3://bucket/run"}}
+    write_json(run.config, config)
+    kept = {row["step"]: row["kept_by"] for row in ask("checkpoints", "run=run")["rows"] if "kept_by" in row}
+    assert kept[60] == ["newest", "last"]
+    assert [WAITING] in kept.values()
+    monkeypatch.setattr(sys, "argv", ["ckpt", "list", str(run.path), "--json"])
+    assert main.ckpt() == 0
+    listed = {row["step"]: row["kept_by"] for row in json.loads(capsys.readouterr().out) if "kept_by" in row}
+    assert listed == kept
+    run.config.unlink()
+    found = ask("checkpoints", "run=run")
+    assert not any(row.get("kept_by") for row in found["rows"])
+    assert "settings are not here" in found["warnings"][0]
 
 
 def test_steps_lie_on_the_clock_across_attempts():

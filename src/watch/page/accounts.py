@@ -12,7 +12,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from cairn.checkpoint.manifest import CheckpointError, age_of
-from cairn.checkpoint.retention import reasons_to_keep
+from cairn.checkpoint.retention import add_spared, reasons_to_keep
+from cairn.checkpoint.step_jobs import StepJob, spares_of
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
 from cairn.orchestrator.ledger import RESTS, LedgerSummary
@@ -243,12 +245,13 @@ def _key(columns: Mapping[str, np.ndarray[Any, Any]], row: int) -> tuple[int, in
 
 
 def checkpoints(
-    store: Tier, where: str, config: Mapping[str, Any] | None, history: Sequence[Row]
+    store: Tier, where: str, config: Mapping[str, Any] | None, attempt: str, history: Sequence[Row]
 ) -> dict[str, Any]:
     """The steps of a run as `ckpt list` has them, with their parents, ages and the commands that resume.
 
     Args:
         store: where they are, which people call `where`.
+        attempt: the id of the newest attempt, if it is known.
         history: the events of history.jsonl.
 
     Raises:
@@ -256,7 +259,7 @@ def checkpoints(
         RemoteError: an object store refuses or fails.
     """
     warnings: list[str] = []
-    kept = _kept_by(store, as_object(as_object(config).get("ckpt")), warnings)
+    kept = _kept_by(store, config, attempt, warnings)
     try:
         rows = store.rows(None, kept)
     except CheckpointError as error:  # of the ratings; the steps are there all the same
@@ -275,16 +278,40 @@ def _total(rows: Sequence[Mapping[str, Any]]) -> int:
     return sum(int(row.get("bytes") or 0) for row in rows)
 
 
-def _kept_by(store: Tier, settings: Mapping[str, Any], warnings: list[str]) -> dict[int, list[str]]:
+def _kept_by(
+    store: Tier, config: Mapping[str, Any] | None, attempt: str, warnings: list[str]
+) -> dict[int, list[str]]:
+    if config is None or not isinstance(store, CheckpointStore):
+        warnings.append("which rule keeps a step can't be said: the run's settings are not here")
+        return {}
+    settings = as_object(config.get("ckpt"))
     try:
         known = {key: value for key, value in settings.items() if key in CkptConfig.model_fields}
         rules = CkptConfig(**known)
         measured = store.measured(rules.metric if rules.keep_best else None)
-        return reasons_to_keep(measured, rules, store.pins())
+        kept = reasons_to_keep(measured, rules, store.pins())
+        add_spared(kept, spares_of(config, store, _jobs(store, rules, config, attempt), rules.interval))
+        return kept
     except (CairnError, ValidationError, ValueError, TypeError) as error:
         if not isinstance(error, UsageError):
             warnings.append(f"which rule keeps a step can't be said: {str(error).splitlines()[0]}")
     return {}
+
+
+def _jobs(
+    store: CheckpointStore, rules: CkptConfig, config: Mapping[str, Any], attempt: str
+) -> list[StepJob]:
+    """The exports and uploads of a run."""
+    last, found = int(config.get("max_steps") or 0), list[StepJob]()
+    if rules.export is not None and rules.export.folder is not None:
+        from cairn.formats.transfer.export_folder import run_exports  # takes a while to import
+
+        found.append(run_exports(rules.export, store, last=last, attempt=attempt))
+    if rules.remote is not None:
+        from cairn.remote.uploads import RunUploads  # likewise
+
+        found.append(RunUploads(store, rules, last))
+    return found
 
 
 def _resume(history: Sequence[Row], row: Mapping[str, Any]) -> str | None:

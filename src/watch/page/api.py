@@ -366,10 +366,9 @@ class RunApi:
         """The checkpoints of a run, and its branches."""
         with self._run(run) as reader:
             config, history = reader.view.known_config(), reader.view.history()
-            where = reader.steps_name()
-            found = reader.kept(
-                "checkpoints", lambda: accounts.checkpoints(reader.steps(), where, config, history)
-            )
+            where, attempt = reader.steps_name(), reader.view.run.attempt()
+            known = (where, config, attempt.id if attempt else "", history)
+            found = reader.kept("checkpoints", lambda: accounts.checkpoints(reader.steps(), *known))
         return {**found, "branches": accounts.branches(found["rows"])}
 
     def goodput(self, run: str) -> dict[str, Any]:
