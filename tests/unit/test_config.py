@@ -525,12 +525,13 @@ def test_a_value_in_the_place_of_a_section(tmp_path: Path, line: str):
 def test_hints_name_settings_that_exist(command: str):
     """Of every foreign name: what is suggested is not refused in its turn, and some command has it."""
     root = settings_of(COMMANDS[command])
-    allowed = {leaf.flag for leaf in root.leaves() if leaf.path not in shared_settings(root)}
+    shared = shared_settings(root)
+    allowed = {leaf.flag for leaf in root.leaves() if leaf.path not in shared}
     for name in [*other_names.RENAMED, *other_names.MISSING, *other_names.BATCH_SIZES]:
         path = tuple(name.split("."))
         if root.find(path):
             continue
-        said = hints.unknown_setting(path, root, shared_settings(root), "x")
+        said = hints.unknown_setting(path, root, shared, "x")
         suggested = re.findall(r"did you mean (.*?)\?", said)
         for flag in " or ".join(suggested).split(" or ") if suggested else ():
             assert flag in allowed, (name, said)
