@@ -10,14 +10,17 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import UTILIZATION, Need, Uncountable, cache_left, gib, serving_needs
+from cairn.launch.memory import UTILIZATION, Need, Uncountable, cache_left, gib, serving_needs, training_needs
 from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.model import described, model_to_serve
 from cairn.launch.plan.run_plan import Draft
 from cairn.launch.plan.settings import Choice
+from cairn.launch.plan.simulation import ModelShape, SimulatedWork, fastest, splits_of
 from cairn.run.errors import CairnError
 from cairn.run.machine import Machine
 
+PROMPT, MOST_ANSWERS = 512, 1024
+"""Tokens of a prompt, and the answers of a step, in a simulation; more are left out."""
 CACHE_SHARE = 4
 """Keys and values get at least one part in so many of the memory that vLLM takes: with less, a server answers
 few requests at a time, and reads its weights for each few tokens."""
@@ -29,17 +32,91 @@ def has_several_gpus(draft: Draft) -> bool:
     return draft.own_server and several and not draft.config.colocate and draft.config.inference.gpus != "0"
 
 
-def with_size_of_servers(draft: Draft) -> Draft:
+def with_servers_chosen(draft: Draft) -> Draft:
+    """With the size and the number of the run's servers, where they are open and the model can be counted."""
+    return _with_fastest_split(_with_size_of_servers(draft))
+
+
+def _with_size_of_servers(draft: Draft) -> Draft:
     """With the number of GPUs that each of the run's servers needs, by the estimate of its memory."""
     config: RLConfig = draft.config
     if config.inference.tensor_parallel is not None or config.inference.size > 1:
         return draft
     most = len(draft.machine.gpus) - 1  # one trains at least
     size, why = size_by_memory(lambda: _folder(draft), config.inference, draft.machine, most)
-    inference = config.inference.model_copy(update={"tensor_parallel": size})
+    return _choosing(draft, "tensor_parallel", size, why)
+
+
+def _with_fastest_split(draft: Draft) -> Draft:
+    """With the number of servers that makes the run the fastest, by a simulation of its steps.
+
+    Of those at which the trainer fits into its GPUs by estimate. If the model can't be counted, or nothing
+    fits, the number stays open, and half of the GPUs serve.
+    """
+    config: RLConfig = draft.config
+    trainer, inference, gpus = config.trainer, config.inference, draft.machine.gpus
+    given = (inference.servers, inference.gpus, trainer.gpus, trainer.workers, trainer.ray.address)
+    if any(value is not None for value in given):
+        return draft
+    memory = min(gpu.memory for gpu in gpus)
+    try:
+        folder = _folder(draft)
+        whole = serving_needs(folder, inference.model_copy(update={"tensor_parallel": 1}))
+        model = shape_of(Path(folder), whole.counted // 2)
+        cache = cache_left(split(whole, inference.size), memory) * inference.size // model.key_value_bytes
+        work = _work(config)
+        splits = splits_of(len(gpus), inference.size, cache)
+        splits = [one for one in splits if one.ranks % trainer.replicas == 0]
+        for number, best in enumerate(fastest(model, work, splits) if splits else ()):
+            settled = trainer.settled(gpu=True).model_copy(update={"workers": best.split.ranks})
+            if training_needs(folder, settled, draft.machine).rank.total <= memory:
+                first = "the fastest" if not number else "the fastest of those at which the ranks fit"
+                why = (
+                    f"{first} of {len(splits)} divisions in a simulation with answers of {work.mean} tokens "
+                    f"(half of sampling.max_tokens): {best.in_words}"
+                )
+                return _choosing(draft, "servers", best.split.servers, why)
+    except (Uncountable, CairnError, OSError, ValueError, KeyError):
+        pass  # what is wrong is said by those that count for their own sake
+    return draft
+
+
+def _choosing(draft: Draft, setting: str, value: int, why: str) -> Draft:
+    """With a setting of the servers, and its reason."""
+    inference = draft.config.inference.model_copy(update={setting: value})
     return draft.having(
-        config=config.model_copy(update={"inference": inference}),
-        choices=(*draft.choices, Choice("inference.tensor_parallel", size, why)),
+        config=draft.config.model_copy(update={"inference": inference}),
+        choices=(*draft.choices, Choice(f"inference.{setting}", value, why)),
+    )
+
+
+def shape_of(folder: Path, parameters: int) -> ModelShape:
+    """What the simulation has to know of the model in `folder`, by its config.json.
+
+    Raises:
+        OSError, ValueError, KeyError: it can't be read, or does not say it.
+    """
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    settings = settings.get("text_config") or settings
+    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    width = settings.get("head_dim") or settings["hidden_size"] // heads
+    each = 2 * layers * (settings.get("num_key_value_heads") or heads) * width
+    return ModelShape(parameters, layers, settings["hidden_size"], 2 * each)
+
+
+def _work(config: RLConfig) -> SimulatedWork:
+    """A step of the run, if answers have half of the tokens that they may have; of few prompts if there are
+    many, since a part is enough."""
+    orchestrator, longest = config.orchestrator, config.orchestrator.sampling.max_tokens
+    samples = orchestrator.samples_per_prompt
+    return SimulatedWork(
+        prompts=max(1, min(orchestrator.prompts_per_step, MOST_ANSWERS // samples)),
+        samples=samples,
+        prompt=PROMPT,
+        mean=max(1, longest // 2),
+        longest=longest,
+        behind=orchestrator.max_off_policy_steps,
+        again=config.trainer.activation_checkpointing,
     )
 
 

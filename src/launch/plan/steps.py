@@ -18,7 +18,7 @@ from cairn.launch.jobs.export import refuse_conflicts, with_exports
 from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory
-from cairn.launch.plan.division import has_several_gpus, with_gpus, with_size_of_servers
+from cairn.launch.plan.division import has_several_gpus, with_gpus, with_servers_chosen
 from cairn.launch.plan.environments import check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import (
     check_bases,
@@ -413,8 +413,8 @@ STEPS = (
         when=lambda draft: not draft.own_server and draft.machine.has_gpus and not draft.given.machine,
     ),
     PlanStep(
-        "GPUs of a server", with_size_of_servers, RL, needs=("machine", "vllm"), gives=("config", "choices"),
-        touches=("network",), when=has_several_gpus, dry=with_size_of_servers,
+        "own servers", with_servers_chosen, RL, needs=("machine", "vllm"), gives=("config", "choices"),
+        touches=("network",), when=has_several_gpus, dry=with_servers_chosen,
     ),
     PlanStep(
         "GPUs", with_gpus, RUNS | INFERENCE | EVAL, needs=("machine", "vllm"),
