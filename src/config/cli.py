@@ -238,10 +238,12 @@ def _readable(
 def _as_given(loc: tuple[int | str, ...], values: Any, root: Setting) -> tuple[int | str, ...]:
     """The place of an error in what was given: a value that roles share was given in one place of several."""
     shared = _shared_keys(root)
-    below = loc[1:] if len(loc) > 1 and loc[1] in shared.get(str(loc[0]), ()) else loc
-    for place in (below, *((role, *below) for role, keys in shared.items() if below and below[0] in keys)):
+    role, key = (*loc, "", "")[:2]
+    below = loc[1:] if key in shared.get(str(role), ()) else loc
+    key = next(iter(below), "")
+    for place in (below, *((role, *below) for role, keys in shared.items() if key in keys)):
         section = values if place is below else values.get(place[0])
-        if isinstance(section, dict) and below and below[0] in section:
+        if isinstance(section, dict) and key in section:
             return place
     return loc
 
