@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import draws
 import numpy as np
 import pytest
 import torch
@@ -239,7 +240,7 @@ def table_on_page() -> list[str]:
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].splitlines()[2:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, len(FAMILIES) // 2))
 def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(
     tmp_path: Path, group: RankGroup, family: str
 ):
