@@ -414,6 +414,23 @@ MUTANTS = (
         "test_diagnosis",
     ),
     M("a failed run says no more", "after_failure", "diagnose {here}", "", "test_endings"),
+    # What became of time, tokens and problems, and what a copy of a run says
+    M("waiting for a server is useful", "starting", "- generate -", "- 1e9 -", "test_watch"),
+    M(
+        "dropped tokens are forgotten",
+        "BatchMaker._next_batch",
+        'self._tokens["dropped"] += group.sampled',
+        "pass",
+        "test_pipeline",
+    ),
+    M("flips the wrong way", "flips_of", "one.before < RIGHT <=", "one.after < RIGHT <=", "test_page"),
+    M(
+        "a copy was killed",
+        "RunSnapshot._by_history",
+        '("state"), "unknown")',
+        '("state"), "killed")',
+        "test_view",
+    ),
     # Who may look at a run
     M(
         "page without its token",
