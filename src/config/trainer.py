@@ -166,6 +166,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return False
 
     @property
+    def shares_gpu(self) -> bool:
+        """Whether a server is awake on the trainer's GPU between steps."""
+        return False
+
+    @property
     def publishes_first(self) -> bool:
         """Whether servers get the policy that a new run begins with from the trainer, not from its folder."""
         return False
@@ -378,6 +383,10 @@ class TrainerConfig(WithTeachers, TrainerBase):
     @property
     def sends_adapter(self) -> bool:
         return self.lora is not None and self.lora.serve != "merged"
+
+    @property
+    def shares_gpu(self) -> bool:
+        return self.colocated
 
     @property
     def publishes_first(self) -> bool:

@@ -5,10 +5,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cairn.config.trainer import TrainerBase
@@ -79,6 +81,7 @@ class RankGroup:
         device: torch.device | None = None,
         replicas: int = 1,
         state_on: str = "device",
+        hang_timeout: float = 600,
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
@@ -89,6 +92,7 @@ class RankGroup:
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
             state_on: device or host, where the ranks' shards will be; those on hosts are summed over gloo.
+            hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
         torch.set_num_threads(threads)
         if float32_matmul != torch.get_float32_matmul_precision():
@@ -106,7 +110,9 @@ class RankGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
-            dist.init_process_group(backend, device_id=device, **join)
+            # Later than the driver, whose message names the rank: NCCL's watchdog aborts all ranks.
+            patience = max(default_pg_nccl_timeout or timedelta(), timedelta(seconds=2 * hang_timeout))
+            dist.init_process_group(backend, device_id=device, timeout=patience, **join)
         else:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from one_rank import one_rank
+from ray.exceptions import RayTaskError
 from runs import DEADLINE
 from test_pipeline import (
     ATTEMPT,
@@ -40,13 +41,14 @@ from cairn.inference import vllm_command
 from cairn.inference.client import InferenceClient
 from cairn.launch.plan.gpu_assignment import placed
 from cairn.launch.roles import servers_turn
+from cairn.launch.supervise.ranks import Ranks, RankSlot, _collect, _Ended
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerAsleep, ServerUnavailable
 from cairn.policy.generation import SamplingParams
 from cairn.run import faults
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
+from cairn.run.errors import OutOfMemory, UsageError
 from cairn.run.exits import END_SERVER
 from cairn.run.machine import machine_of
 from cairn.run.messages import BatchHeader, PolicyVersions, ShippedBatch
@@ -561,3 +563,29 @@ def test_what_contradicts_taking_turns_is_refused(arguments: list[str], message:
     with pytest.raises(UsageError, match=message):
         settled(*arguments)
     assert settled(*arguments, machine="2x24G").colocate is False
+
+
+@pytest.mark.parametrize("colocated", [True, False], ids=["in turns", "with a GPU of its own"])
+def test_a_rank_without_memory_beside_an_awake_server_is_replaced(
+    tmp_path: Path, colocated: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It gets that memory in its own turn, in which running out of it is final."""
+    run = RunDirectory(tmp_path)
+    ranks = Ranks(TrainerConfig(colocated=colocated), run)
+    full = RayTaskError("train", "", OutOfMemory("full"))
+
+    def ended() -> _Ended:
+        said = _Ended({}, {}, [])
+        future: Any = None
+        _collect(future, RankSlot(0, run), said, beside_server=ranks._server_may_be_awake(ATTEMPT))
+        return said
+
+    def failed(_: Any) -> None:
+        raise full
+
+    monkeypatch.setattr("ray.get", failed)
+    beside = ended()
+    assert bool(beside.dead) == colocated
+    assert (beside.final is None) == colocated
+    run.versions.hand_over(ATTEMPT, until=1)
+    assert ended().final

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from cairn.config.trainer import RayConfig, SFTConfig
-from cairn.launch.ray.environment import NAMES, NODES_OWN, PREFIXES, adopt, environment_for_workers
+from cairn.launch.ray.environment import (
+    NAMES,
+    NODES_OWN,
+    PREFIXES,
+    adopt,
+    environment_for_workers,
+    extend_segments,
+)
 
 HANDED_OVER = {
     "HF_TOKEN": "secret",
@@ -82,3 +89,11 @@ def test_a_worker_takes_over_modules_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.environ["NCCL_DEBUG"] == "WARN"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     assert sys.path.count(sys.path[-1]) == 1
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_a_setting_of_the_allocator_stays(name: str | None, monkeypatch: pytest.MonkeyPatch):
+    given = {name: "max_split_size_mb:128"} if name else {}
+    monkeypatch.setattr("os.environ", found := dict(given))
+    extend_segments()
+    assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

@@ -100,8 +100,8 @@ class Swapping(Updates):
     def __init__(self, engine: "AsyncLLM"):
         self._engine = engine
         self._staging = Staging(engine.model_config)
-        parallel = engine.vllm_config.parallel_config
-        self._alone = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+        # Of data-parallel engines, too, each has workers that load on their own.
+        self._alone = engine.vllm_config.parallel_config.world_size_across_dp == 1
 
     async def version(self) -> str:
         return await self._engine.get_weight_version()

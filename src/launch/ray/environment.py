@@ -77,6 +77,20 @@ def adopt(environment: Mapping[str, str]) -> None:
     sys.path[:0] = [path for path in wanted if path not in sys.path]
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that PyTorch's allocators read: the present name, and an older one that still counts."""
+
+
+def extend_segments() -> None:
+    """In a worker, before it imports torch: have the allocator of GPU memory extend segments.
+
+    Micro-batches differ in width from step to step, so that blocks of fixed segments fit one step and not the
+    next. Not in a server: vLLM's sleep mode has an allocator of its own. A user's setting stays.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
 def _is_handed_over(name: str) -> bool:
     return name not in NODES_OWN and (name.startswith(PREFIXES) or name.upper() in NAMES)
 

@@ -18,7 +18,7 @@ from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray.environment import adopt
+from cairn.launch.ray.environment import adopt, extend_segments
 from cairn.run import heartbeat
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.output import importing, log_crashes
@@ -79,6 +79,7 @@ class Worker:
         """Import what training needs, at low priority because other ranks are training."""
 
         def prepare() -> None:
+            extend_segments()
             with importing():
                 from cairn.trainer.loop import preload
 
@@ -96,6 +97,7 @@ class Worker:
     def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> Outcome:
         """Join the other ranks and train; can be called again afterwards."""
         _log_to(rank.log)
+        extend_segments()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank.rank), str(rank.world_size)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rank.address, str(rank.port)
         index = _index_of(rank.gpu)
@@ -130,6 +132,7 @@ class Worker:
                         device=device,
                         replicas=config.replicas,
                         state_on=config.state_on,
+                        hang_timeout=config.hang_timeout,
                     )
                     outcome = train(config, attempt, group)
                 except BaseException as error:

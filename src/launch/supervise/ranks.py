@@ -298,7 +298,7 @@ class Ranks:
             # With a timeout, so that signals are handled in between.
             done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
             for future in done:
-                _collect(future, pending.pop(future), ended)
+                _collect(future, pending.pop(future), ended, beside_server=self._server_may_be_awake(attempt))
             if ended.broken and settling is None:
                 settling = Patience(SETTLE_SECONDS)
             if (ended.dead or ended.final) and self._placement.gpus:
@@ -344,14 +344,22 @@ class Ranks:
         heartbeat.doing("waiting before workers are started again", waiting=True)
         time.sleep(wait)
 
+    def _server_may_be_awake(self, attempt: Attempt) -> bool:
+        """Whether a server that shares the ranks' GPU may hold its memory now, with `--colocate`."""
+        return self.config.shares_gpu and self.run.versions.trainers_turn(attempt) is None
+
     def _newest_step(self) -> int:
         rows = self._metrics.new_rows()
         self._step = rows[-1]["step"] if rows else self._step
         return self._step
 
 
-def _collect(future: "ray.ObjectRef[Any]", rank: RankSlot, ended: _Ended) -> None:
-    """Record how a rank's work ended: normally, with an error (perhaps because another died), or by death."""
+def _collect(future: "ray.ObjectRef[Any]", rank: RankSlot, ended: _Ended, *, beside_server: bool) -> None:
+    """Record how a rank's work ended: normally, with an error (perhaps because another died), or by death.
+
+    Args:
+        beside_server: whether a server on the rank's GPU may hold memory that a rank gets in its own turn.
+    """
     try:
         ended.outcomes[rank.number] = ray.get(future)
     except RayTaskError as error:
@@ -363,6 +371,9 @@ def _collect(future: "ray.ObjectRef[Any]", rank: RankSlot, ended: _Ended) -> Non
             return
         if isinstance(cause, UsageError):
             ended.final = cause
+            return
+        if isinstance(cause, OutOfMemory) and beside_server:
+            ended.dead[rank.number] = f"ran out of memory beside an awake server ({cause})"
             return
         if isinstance(cause, OutOfMemory):
             ended.final = OutOfMemory(f"trainer rank {rank.number}: {cause}\n(log: {rank.log})")
