@@ -63,7 +63,7 @@ class InferenceConfig(CommandConfig):
     max_model_len: int | None = Field(default=None, ge=1)
     """Maximum tokens of a prompt plus its answer (default: the model's limit)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
-    """Maximum sequences generated at the same time (default: 64 on CPUs, vLLM's choice on GPUs)."""
+    """Maximum sequences generated together (default: 64 on CPUs, 256 with colocate, else vLLM's choice)."""
     kv_cache_memory: str | None = None
     """Memory for the KV cache, such as 64M or 4G (default: 1G on CPU, vLLM's choice on GPU)."""
     threads: int = Field(default=1, ge=1)
@@ -100,7 +100,9 @@ class InferenceConfig(CommandConfig):
         settled = self.model_copy(update={"head": head})
         settled = settled.left_to(tensor_parallel=1)
         if gpu_servers:
-            return settled.left_to(compile=True, startup_timeout=1800.0)
+            # Beside a trainer vLLM is given the cache's size, and does not look whether a full batch fits.
+            most = {"max_num_seqs": 256} if self.colocated else {}
+            return settled.left_to(compile=True, startup_timeout=1800.0, **most)
         return settled.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)
 
     @field_validator("kv_cache_memory")

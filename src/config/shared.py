@@ -164,7 +164,7 @@ class SlurmConfig(BaseConfig):
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs of each node."""
     cpus_per_task: int | None = Field(default=None, ge=1)
-    """CPUs of each node; the job has one task on each."""
+    """CPUs of each node (default: 8 for each of gpus_per_node, unless extra asks for CPUs)."""
     mem: str | None = None
     """Memory of each node, such as 500G, or 0 for all of it."""
     time: str | None = None

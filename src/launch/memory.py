@@ -32,6 +32,10 @@ SLACK = 0.05
 """Share that PyTorch's allocator loses in blocks which fit nothing."""
 UTILIZATION = 0.92
 """Share of a GPU that vLLM takes unless told otherwise."""
+AWAKE = 5 * GIB // 2
+"""On a GPU of a server: CUDA's context, CUDA graphs and activations."""
+MOST_SEQUENCES = 1024
+"""What vLLM chooses for `max_num_seqs` on a GPU with 70 GiB or more (`EngineArgs.get_batch_defaults`)."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 
@@ -227,17 +231,23 @@ def _state(footprint: "Footprint", optimizer: BaseOptimizerConfig, elements: int
     return optimizer.state(hidden, elements - hidden)
 
 
-def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:
+def server_need(parameters: int, dtype: str, *, tensor_parallel: int, logits: int = 0) -> Need:
     """What one GPU of a server needs beside the cache of keys and values.
+
+    vLLM does not look whether a full batch fits when it is given the size of that cache.
 
     Args:
         dtype: that the server computes in; auto: that of the files, as which 16 bits count.
+        logits: numbers of a full batch, of each sequence as many as the vocabulary has tokens. They are
+            there in float32, as logprobs, and as the noise of sampling with seeds.
     """
     weights = parameters * WIDTHS.get(dtype, 2) // tensor_parallel
-    return Need("a GPU", (
+    parts = (
         MemoryPart(f"weights, {'16 bits' if dtype == 'auto' else dtype}", weights),
-        MemoryPart("CUDA, graphs and activations", 3 * GIB, counted=False),
-    ))  # fmt: skip
+        MemoryPart("CUDA, graphs and activations", AWAKE, counted=False),
+        MemoryPart("logits, logprobs and noise of a full batch", 12 * logits, counted=False),
+    )
+    return Need("a GPU", tuple(part for part in parts if part.bytes))
 
 
 def with_cache(server: Need, cache: str | None) -> Need:
@@ -281,7 +291,14 @@ def check_rank(rank: Need, config: TrainerBase, machine: Machine, flags: str = "
         helps.insert(0, f"fewer {flags}replicas")
     if config.state_on == "device":
         helps.append(f"{flags}state-on host, which is slow")
-    return _check("training", rank, has, helps, _fewer_activations(config, flags))
+    warnings = _check("training", rank, has, helps, _fewer_activations(config, flags))
+    return warnings or [
+        f"of GPU {gpu.index} {gib(gpu.used)} are in use, which leaves {gib(gpu.memory - gpu.used)} for a "
+        f"rank that needs about {gib(rank.total)}: end what uses it (nvidia-smi names it), or choose other "
+        f"GPUs with {flags}gpus"
+        for gpu in machine.gpus
+        if gpu.memory - gpu.used < rank.total
+    ]
 
 
 def _fewer_activations(config: TrainerBase, flags: str) -> list[str]:
@@ -400,8 +417,14 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
     from cairn.inference.vllm_command import served_dtype
 
     dtype = served_dtype(config, folder, on_gpu=True)
-    elements = _count(folder, compute="bfloat16", activation_checkpointing=False).elements
-    return server_need(elements, dtype, tensor_parallel=config.tensor_parallel or 1)
+    model = _count(folder, compute="bfloat16", activation_checkpointing=False)
+    sequences = config.max_num_seqs or MOST_SEQUENCES
+    return server_need(
+        model.elements,
+        dtype,
+        tensor_parallel=config.tensor_parallel or 1,
+        logits=sequences * model.vocabulary,
+    )
 
 
 def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine, flags: str) -> None:

@@ -2,6 +2,7 @@
 """What a machine has: its GPUs and its memory. Asks the driver (NVML), so torch need not be imported."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Generator, Sequence
@@ -24,7 +25,8 @@ CGROUPS = "/sys/fs/cgroup"
 class Gpu:
     """One GPU. index: its place among all of the machine, as NVML counts. memory: in bytes.
 
-    capability: CUDA's compute capability, such as (9, 0) of an H100.
+    capability: CUDA's compute capability, such as (9, 0) of an H100. used: bytes that were taken when NVML
+    was asked, by whomever.
     """
 
     index: int
@@ -32,6 +34,7 @@ class Gpu:
     name: str
     memory: int
     capability: tuple[int, int] = (9, 0)
+    used: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,13 @@ class Machine:
     """A machine. gpus: those that this process may use, in the order in which CUDA numbers them.
 
     memory: bytes of host memory, or fewer if a control group (cgroup) allows fewer. driver: version of the
-    NVIDIA driver; None without one.
+    NVIDIA driver; None without one. cpus: those that this process may use; 0 if that is not known.
     """
 
     gpus: tuple[Gpu, ...] = ()
     memory: int = 0
     driver: str | None = None
+    cpus: int = 0
 
     @property
     def has_gpus(self) -> bool:
@@ -56,7 +60,27 @@ def this_machine() -> Machine:
     """This machine, with the GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
     with _nvml() as driver:
         gpus = _gpus() if driver else []
-    return Machine(visible(gpus, os.environ.get(VISIBLE)), _host_memory(), driver)
+    return Machine(visible(gpus, os.environ.get(VISIBLE)), _host_memory(), driver, _cpus())
+
+
+CPUS_A_RANK = 2
+"""One launches kernels; another copies, writes and prepares the next batch."""
+
+
+def lack_of_cpus(machine: Machine, ranks: int) -> str | None:
+    """What to tell somebody whose ranks on a machine's GPUs would wait for its CPUs; None if they are enough.
+
+    Args:
+        ranks: of this machine.
+    """
+    if not machine.has_gpus or not 0 < machine.cpus < CPUS_A_RANK * ranks:
+        return None
+    cpus, of_ranks = f"CPU{'s' * (machine.cpus > 1)}", f"rank{'s' * (ranks > 1)}"
+    return (
+        f"{machine.cpus} {cpus} for {ranks} {of_ranks} on GPUs, fewer than {CPUS_A_RANK} each: the GPUs will "
+        "wait for kernels to be launched. A job of Slurm's gets more with --slurm.cpus-per-task (srun "
+        "--cpus-per-task), a container with a higher limit"
+    )
 
 
 def visible(gpus: list[Gpu], names: str | None) -> tuple[Gpu, ...]:
@@ -147,8 +171,8 @@ def _gpus() -> list[Gpu]:
 def _gpu(index: int, handle: Any) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
-    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(index, uuid, name, memory, (int(major), int(minor)))
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(index, uuid, name, int(memory.total), (int(major), int(minor)), int(memory.used))
 
 
 def available_memory() -> int:
@@ -165,6 +189,20 @@ def _host_memory() -> int:
     return min([physical, *(group.limit for group in _cgroups())])
 
 
+def _cpus() -> int:
+    """CPUs of this process's affinity, or fewer if a control group allows less of their time."""
+    root, allowed = Path(CGROUPS), [float(len(os.sched_getaffinity(0)))]
+    for inside in {"", *_own_groups("cpu")}:
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            quota, period = map(int, (root / inside / "cpu.max").read_text().split())
+            allowed.append(quota / period)
+        with contextlib.suppress(OSError, ValueError):  # of cgroup v1, where -1 is no limit
+            folder = root / "cpu" / inside
+            quota, period = (int((folder / f"cpu.cfs_{of}_us").read_text()) for of in ("quota", "period"))
+            allowed += [quota / period] if quota > 0 else []
+    return max(1, math.ceil(min(allowed)))
+
+
 @dataclass(frozen=True)
 class _Cgroup:
     """A control group's memory: its limit, and what is in use, without cached files that can be dropped."""
@@ -175,7 +213,7 @@ class _Cgroup:
 
 def _cgroups() -> list[_Cgroup]:
     """The control groups with a limit that this process is in, of cgroup v2 and v1."""
-    root, inside = Path(CGROUPS), {"", *_own_groups()}
+    root, inside = Path(CGROUPS), {"", *_own_groups("memory")}
     names = [
         (root, "memory.max", "memory.current"),
         (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -192,12 +230,12 @@ def _cgroups() -> list[_Cgroup]:
     return found
 
 
-def _own_groups() -> set[str]:
-    """The paths of this process's control groups that count memory, and those around them."""
+def _own_groups(controller: str) -> set[str]:
+    """The paths of this process's control groups with a controller, such as memory, and those around them."""
     paths: set[str] = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
+            if not controllers or controller in controllers.split(","):
                 paths |= {str(folder).lstrip("/") for folder in (Path(path), *Path(path).parents)}
     return paths

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,22 @@ def test_a_rank_in_a_given_cluster_checks_its_own_gpu(
     assert "What helps" in caplog.text
 
 
+def test_a_gpu_that_somebody_else_uses_is_named(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    """Before its ranks find it full."""
+    path, config = str(folder("qwen3")), settled_for_gpus()
+    one, two = machine_of("2x80G").gpus
+    refuse_what_does_not_fit(path, config, type(ROOMY)((one, two), 1 << 40), "--")
+    assert capsys.readouterr().out == ""
+    refuse_what_does_not_fit(path, config, type(ROOMY)((one, replace(two, used=79 * GIB)), 1 << 40), "--")
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "warning: of GPU 1 79.0 GiB are in use, which leaves 1.0 GiB for a rank that needs"
+    )
+    assert "with --gpus" in told
+
+
 def test_a_server_whose_weights_do_not_fit_is_refused(folder: Callable[..., Path]):
     assert server_need(8 * 10**9, "bfloat16", tensor_parallel=2).counted == 8 * 10**9
     path = str(folder("qwen3"))
@@ -377,8 +394,11 @@ def test_a_cache_of_a_given_size_counts(folder: Callable[..., Path]):
     weights = server_need(8 * 10**9, "bfloat16", tensor_parallel=1)
     assert with_cache(weights, None) == weights
     assert with_cache(weights, "64G").counted == weights.counted + 64 * GIB
-    assert cache_left(weights, 80 * GIB) == pytest.approx(0.92 * 80 * GIB - 16e9 - 3 * GIB, rel=0.01)
+    assert cache_left(weights, 80 * GIB) == pytest.approx(0.92 * 80 * GIB - 16e9 - 2.5 * GIB, rel=0.01)
     assert cache_left(weights, GIB) == 0
+    full = server_need(8 * 10**9, "bfloat16", tensor_parallel=1, logits=1024 * 151_936)
+    assert full.counted == weights.counted
+    assert full.total - weights.total == pytest.approx(1.74 * GIB, rel=0.01)
     path = str(folder("qwen3"))
     with pytest.raises(UsageError, match=r"80.0 GiB.* 90.0 GiB for keys and .*a lower --kv-cache-memory"):
         refuse_what_can_not_be_served(path, InferenceConfig(kv_cache_memory="90G"), ROOMY, "--")

@@ -1,11 +1,22 @@
 """What a machine has, and machines given in words."""
 
+import os
+from pathlib import Path
+
 import pynvml
 import pytest
 
 from cairn.run import machine
 from cairn.run.errors import UsageError
-from cairn.run.machine import Gpu, available_memory, machine_of, this_machine, visible
+from cairn.run.machine import (
+    Gpu,
+    Machine,
+    available_memory,
+    lack_of_cpus,
+    machine_of,
+    this_machine,
+    visible,
+)
 
 GB = 1 << 30
 FOUR = [Gpu(i, f"GPU-{letter}{i}", "some", 80 * GB) for i, letter in enumerate("aabc")]
@@ -58,6 +69,35 @@ def test_a_control_group_bounds_the_memory(tmp_path, monkeypatch, names):
     limit.write_text("max\n")
     assert this_machine().memory == unbounded
     assert available_memory() > 3 * GB // 4
+
+
+def test_a_control_group_bounds_the_cpus(tmp_path, monkeypatch):
+    """Of cgroup v2 and v1; shares of a CPU count as one."""
+    unbounded = this_machine().cpus
+    assert unbounded == len(os.sched_getaffinity(0)) or Path("/sys/fs/cgroup/cpu.max").exists()
+    monkeypatch.setattr(machine, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    limit = tmp_path / "cpu.max"
+    for text, cpus in (("max 100000\n", 16), ("250000 100000\n", 3), ("9900000 100000", 16)):
+        limit.write_text(text)
+        assert this_machine().cpus == cpus
+    limit.unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cpus in (("-1", 16), ("200000", 2)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+        assert this_machine().cpus == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "told"), [(1, 1, "1 CPU for 1 rank on"), (15, 8, "15 CPUs for 8 ranks on")]
+)
+def test_whoever_has_fewer_than_two_cpus_a_rank_is_told(cpus: int, ranks: int, told: str):
+    gpus = machine_of(f"{ranks}x80G").gpus
+    assert told in str(lack_of_cpus(Machine(gpus, cpus=cpus), ranks))
+    assert lack_of_cpus(Machine(gpus, cpus=2 * ranks), ranks) is None
+    assert lack_of_cpus(Machine(gpus), ranks) is None, "of a machine that is planned for"
+    assert lack_of_cpus(Machine(cpus=cpus), ranks) is None, "ranks on CPUs share them"
 
 
 @pytest.mark.parametrize(

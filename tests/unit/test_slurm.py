@@ -231,6 +231,24 @@ def test_what_is_asked_for(tmp_path: Path):
     assert 'start_ray "' not in script
 
 
+@pytest.mark.parametrize(
+    ("extra", "cpus"),
+    [
+        ([], "32"),
+        (["constraint=h100"], "32"),
+        (["--exclusive"], None),
+        (["cpus-per-gpu=12"], None),
+        (["-c 3"], None),
+    ],
+    ids=str,
+)
+def test_nodes_with_gpus_get_more_than_one_cpu(extra: list[str], cpus: str | None):
+    job = written("sft", "--slurm.gpus-per-node", "4", "--slurm.extra", json.dumps(extra))
+    assert asked(job.contents["job.sbatch"]).get("cpus-per-task") == cpus
+    assert f"export CPUS={cpus or chr(39) * 2}" in job.contents["job.sbatch"].splitlines()
+    assert "cpus-per-task" not in asked(written("sft").contents["job.sbatch"]), "a node without GPUs"
+
+
 ADAPTERS = ("--trainer.lora.rank", "4", "--trainer.lora.serve", "unmerged")
 
 

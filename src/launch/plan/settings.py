@@ -38,7 +38,11 @@ REASONS: Mapping[str, Mapping[Any, str] | str] = {
         False: "CPU servers start faster without",
         True: "without CUDA graphs, generation on GPUs waits for kernel launches",
     },
-    "max_num_seqs": {64: "for servers on CPUs", None: "vLLM chooses by the GPU"},
+    "max_num_seqs": {
+        64: "for servers on CPUs",
+        256: "beside a trainer, vLLM does not look whether a full batch fits",
+        None: "vLLM chooses by the GPU",
+    },
     "startup_timeout": {300.0: "for servers on CPUs", 1800.0: "compiling and large models take minutes"},
     "server_timeout": {300.0: "for servers on CPUs", 1800.0: "servers on GPUs may take minutes to start"},
     "max_in_flight": f"{IN_FLIGHT} for each server, whose cache of keys and values holds about as many",

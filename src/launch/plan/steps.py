@@ -40,7 +40,7 @@ from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.start import choose_start, ended_early, is_complete
 from cairn.run.errors import UsageError
 from cairn.run.file_system import BUCKETS, file_system_of, remarks
-from cairn.run.machine import machine_of, this_machine
+from cairn.run.machine import lack_of_cpus, machine_of, this_machine
 from cairn.run.output import importing
 from cairn.trainer.tracking import check_login
 
@@ -238,6 +238,8 @@ def _words(draft: Draft) -> Draft:
         print(words, flush=True)
     if draft.machine.has_gpus and draft.own_server and draft.vllm == "cpu":
         print("the server computes on the CPU, for which the installed build of vLLM is made", flush=True)
+    if draft.trainer.ray.address is None and (lack := lack_of_cpus(draft.machine, draft.trainer.ranks)):
+        print(f"warning: {lack}", flush=True)
     return draft
 
 

@@ -4,6 +4,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -50,6 +51,9 @@ class Assignment:
     gpu: str | None
     name: str
     log: str
+
+
+logger = logging.getLogger(__name__)
 
 
 @ray.remote(max_restarts=0)
@@ -118,9 +122,12 @@ class Worker:
                     heartbeat.doing("comparing the model with the GPU's memory")
                     with importing():
                         from cairn.launch.memory import refuse_rank_that_does_not_fit
-                        from cairn.run.machine import this_machine
+                        from cairn.run.machine import lack_of_cpus, this_machine
 
-                    refuse_rank_that_does_not_fit(config.model.name, config, this_machine())
+                    machine = this_machine()
+                    refuse_rank_that_does_not_fit(config.model.name, config, machine)
+                    if lack := lack_of_cpus(machine, min(len(machine.gpus), config.ranks)):
+                        logger.warning(lack)
                 heartbeat.doing("meeting the other ranks")
                 group = None
                 try:

@@ -5,6 +5,7 @@ file while the job waits in the queue changes nothing.
 """
 
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -211,7 +212,7 @@ def _head(command: str, slurm: SlurmConfig, folder: Path) -> list[str]:
         "nodes": slurm.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": slurm.gpus_per_node,
-        "cpus-per-task": slurm.cpus_per_task,
+        "cpus-per-task": _cpus(slurm),
         "mem": slurm.mem,
         "time": slurm.time,
         "partition": slurm.partition,
@@ -230,7 +231,7 @@ def _head(command: str, slurm: SlurmConfig, folder: Path) -> list[str]:
     exported = {
         "RUNNER": slurm.runner or "",
         "GPUS": str(slurm.gpus_per_node or 0),
-        "CPUS": str(slurm.cpus_per_task or ""),
+        "CPUS": str(_cpus(slurm) or ""),
         "INTERFACE": slurm.interface or "",
         "UV_NO_SYNC": "1",  # nodes that sync one environment at once would break it
     }
@@ -250,6 +251,18 @@ def _head(command: str, slurm: SlurmConfig, folder: Path) -> list[str]:
         *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
         "",
     ]
+
+
+CPUS_A_GPU = 8
+"""Of nodes with 8 GPUs even small ones have 96. A rank launches kernels, prepares batches and writes."""
+ASKS_FOR_CPUS = re.compile(r"--(exclusive|cpus-per-(task|gpu)|cores-per-socket)\b|-c\b")
+
+
+def _cpus(slurm: SlurmConfig) -> int | None:
+    """CPUs of each node: with none asked for, Slurm's default may be one for all of the node's GPUs."""
+    if slurm.cpus_per_task or not slurm.gpus_per_node or any(map(ASKS_FOR_CPUS.match, slurm.extra)):
+        return slurm.cpus_per_task
+    return CPUS_A_GPU * slurm.gpus_per_node
 
 
 def _shell(name: str) -> str:
