@@ -10,4 +10,5 @@ Each part imports only parts below it, as folders of `src/` do:
     supervise/, display
     ray/, attempt, exit_report
     memory, start, preemption
+    needs
 """

@@ -195,7 +195,7 @@ class WeightSender:
         sums: dict[str, torch.Tensor] = {}
         for name in names:
             if share := self._shares.get(name):
-                values = share.local.reshape(-1).to(self._dtypes[name])
+                values = share.flat().to(self._dtypes[name])
                 for message in messages(values):
                     group.send([outlet.bring(message)], 1, 0).wait(self._patience)
                     if reading.is_over:

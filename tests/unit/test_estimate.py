@@ -27,20 +27,22 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main, memory
 from cairn.launch.memory import (
+    check_rank,
+    check_serving,
+    check_training,
+    refuse_rank_that_does_not_fit,
+    refuse_what_can_not_be_served,
+    refuse_what_does_not_fit,
+    training_needs,
+)
+from cairn.launch.needs import (
     GIB,
     MemoryPart,
     Need,
     cache_left,
-    check_rank,
-    check_serving,
-    check_training,
     host_need,
     rank_need,
-    refuse_rank_that_does_not_fit,
-    refuse_what_can_not_be_served,
-    refuse_what_does_not_fit,
     server_need,
-    training_needs,
     with_cache,
 )
 from cairn.launch.plan import steps

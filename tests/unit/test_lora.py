@@ -2,8 +2,10 @@
 
 import contextlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from one_rank import one_rank
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from runs import ABOUT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import write_example
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.fork import store_of_copies
@@ -22,8 +25,9 @@ from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step_folder import MODEL, TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors.sharded_files import read_tensor
-from cairn.config.model import LoraConfig
+from cairn.checkpoint.tensors.placement import Stored, share_of
+from cairn.checkpoint.tensors.sharded_files import read_tensor, write_tensors
+from cairn.config.model import LoraConfig, PrecisionConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.formats import FORMATS, WriteOptions
@@ -133,12 +137,13 @@ def test_it_learns_as_peft_does(base: Path, group: RankGroup, tmp_path: Path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_servers_get_merged_weights(tied: bool, group: RankGroup, tmp_path: Path):
-    """They are those of PEFT's merge, and the same memory is used at the next step."""
+    """They are those of PEFT's merge, made when they leave: no copy of the base is kept for them."""
     base = write_example(tmp_path / "base", tied=tied)
     kept = ["model.norm"] if tied else ["lm_head", "layers.0.input_layernorm"]
     targets = ["q_proj", "up_proj"]
     state, step = learned(base, group, tmp_path / "run", rslora=True, modules_to_save=kept, targets=targets)
-    first = dict(state.policy.served())
+    served = state.policy.served()
+    first = as_sent(served, tmp_path / "first")
     merged = PeftModel.from_pretrained(original(base), step / "model").merge_and_unload().state_dict()
     was = load_file(base / "model.safetensors")
     assert first.keys() == was.keys()
@@ -147,10 +152,47 @@ def test_servers_get_merged_weights(tied: bool, group: RankGroup, tmp_path: Path
     changed = {name.split(".")[-2] for name in was if not torch.equal(first[name], was[name])}
     assert changed == {*targets, *(name.rpartition(".")[2] for name in kept)}
     name = "model.layers.0.self_attn.q_proj.weight"
-    before = first[name].clone()
+    assert state.policy.served()[name].numel() == first[name].numel()
+    with pytest.raises(RuntimeError, match="meta"):
+        share_of(name, served[name], 0).local.sum().item()
     descend(state.policy.module, state.policy.optimizer, 1)
-    assert state.policy.served()[name] is first[name]
-    assert not torch.equal(first[name], before)
+    state.policy.served()
+    assert not torch.equal(as_sent(served, tmp_path / "second")[name], first[name])
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32], ids=str)
+def test_a_base_is_held_as_it_is_computed_with(held: torch.dtype, group: RankGroup, tmp_path: Path):
+    """So it takes half the memory on a GPU. Where its files are in that type, servers get the same bits."""
+    base = tmp_path / "base"
+    write_example(base)
+    was = {name: tensor.to(held) for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(was, base / "model.safetensors", {"format": "pt"})
+    config = config_with(targets=["q_proj"]).model_copy(
+        update={"precision": PrecisionConfig(compute="bfloat16", reduce="float32")}
+    )
+    state = state_of(base, group, config)
+    state.begin(base)
+    descend(state.policy.module, state.policy.optimizer, 2)
+    for name, parameter in state.policy.module.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+    sent = as_sent(state.policy.served(), tmp_path / "sent")
+    for name, layer in state.policy._layers():
+        change = layer.scaling["default"] * (plain(layer.lora_B) @ plain(layer.lora_A))
+        expected = was[f"{name}.weight"].bfloat16().float() + change
+        torch.testing.assert_close(sent[f"{name}.weight"], expected, rtol=1e-6, atol=1e-6)
+        assert change.abs().max() > 0
+
+
+def plain(matrix: Any) -> torch.Tensor:
+    weight = matrix["default"].weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def as_sent(served: Mapping[str, Stored], folder: Path) -> dict[str, torch.Tensor]:
+    """What servers get, in files."""
+    folder.mkdir()
+    write_tensors(folder, served, "model")
+    return load_file(folder / "model.safetensors")
 
 
 def test_a_resumed_run_has_the_same_bits(base: Path, group: RankGroup, tmp_path: Path):

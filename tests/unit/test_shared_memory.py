@@ -8,7 +8,8 @@ from runs import CONFIGS, REPOSITORY
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.launch.memory import CONTEXT, GIB, serving_needs, training_needs
+from cairn.launch.memory import serving_needs, training_needs
+from cairn.launch.needs import CONTEXT, GIB
 from cairn.launch.plan.colocation import ASLEEP, FREE, LEAST_CACHE, MIB, SharedNeeds, divide, share_memory
 from cairn.launch.plan.settings import settle
 from cairn.run.errors import UsageError

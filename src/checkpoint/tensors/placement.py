@@ -43,7 +43,7 @@ class Section:
     Such are the experts of a layer that is one tensor in memory and many in files (`model.hub_layout`).
     """
 
-    def __init__(self, tensor: torch.Tensor, first: int, shape: tuple[int, ...]):
+    def __init__(self, tensor: "torch.Tensor | Made", first: int, shape: tuple[int, ...]):
         self.tensor = tensor
         self.first = first
         self.shape = torch.Size(shape)
@@ -64,11 +64,38 @@ class Section:
         return self.tensor.element_size()
 
 
-Stored = torch.Tensor | Section
+class Made:
+    """A tensor whose values are made when they leave, such as a weight with an adapter added.
+
+    Args:
+        like: has its shape and placement.
+        dtype: of its values.
+        make: this rank's values, as `like` is placed; called on whichever thread writes or sends them.
+    """
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype, make: Callable[[], torch.Tensor]):
+        self.like = like
+        self.dtype = dtype
+        self.make = make
+        self.shape = like.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    def numel(self) -> int:
+        """Number of values on all ranks together."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+Stored = torch.Tensor | Section | Made
 """Whatever is stored as one tensor in a file."""
 
 
-def at_places(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, Stored]:
+def at_places(tensors: Mapping[str, torch.Tensor | Made], places: Mapping[str, Place]) -> dict[str, Stored]:
     """A file's tensors by their names in it; a part of a tensor in memory becomes a section."""
     return {
         name: tensors[place.name]
@@ -83,8 +110,9 @@ class Share:
     """A rank's share of one tensor.
 
     dtype, shape: of the whole tensor. ranges: the values that the rank holds, in ascending order. local:
-    these values, in the order of the ranges once flattened; shares the tensor's memory and may be strided.
-    own: which of these values this rank, of all that hold them, writes and counts.
+    these values, in the order of the ranges once flattened; shares the tensor's memory and may be strided;
+    on the meta device if they are made when they leave. own: which of these values this rank, of all that
+    hold them, writes and counts. make: as `Made` has it. position: where `local` begins in what is made.
     """
 
     name: str
@@ -93,6 +121,14 @@ class Share:
     ranges: tuple[Range, ...]
     local: torch.Tensor
     own: Range
+    make: Callable[[], torch.Tensor] | None = None
+    position: int = 0
+
+    def flat(self) -> torch.Tensor:
+        """The values of `local`, flat, in the order of the ranges; made now if they are made at all."""
+        if self.make is None:
+            return self.local.reshape(-1)
+        return self.make().reshape(-1)[self.position : self.position + self.local.numel()]
 
     def byte_ranges(self) -> list[Range]:
         size = self.dtype.itemsize
@@ -123,7 +159,10 @@ class Share:
             return self
         flat = self.local.reshape(-1)
         ranges = tuple((first, len(values)) for first, values, own in self.cut_by_owner(flat) if own)
-        return replace(self, ranges=ranges, local=flat[begin : begin + count], own=(0, count))
+        position = self.position + begin
+        return replace(
+            self, ranges=ranges, local=flat[begin : begin + count], own=(0, count), position=position
+        )
 
 
 def share_of(name: str, tensor: Stored, rank: int) -> Share:
@@ -136,12 +175,17 @@ def share_of(name: str, tensor: Stored, rank: int) -> Share:
     """
     with torch.no_grad():
         local = local_values(tensor).detach()
-    ranges, copy = _held(tensor.tensor if isinstance(tensor, Section) else tensor, rank)
+    whole = tensor.tensor if isinstance(tensor, Section) else tensor
+    ranges, copy = _held(whole, rank)
+    position = 0
     if isinstance(tensor, Section):
+        position = _count_before(ranges, tensor.first)
         end = tensor.first + tensor.numel()
         cut = [(max(first, tensor.first), min(first + count, end)) for first, count in ranges]
         ranges = tuple((first - tensor.first, stop - first) for first, stop in cut if stop > first)
-    return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, _own(local, copy))
+    make = whole.make if isinstance(whole, Made) else None
+    own = _own(local, copy)
+    return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, own, make, position)
 
 
 def _own(local: torch.Tensor, copy: tuple[int, int] | None) -> Range:
@@ -158,7 +202,10 @@ def _own(local: torch.Tensor, copy: tuple[int, int] | None) -> Range:
 
 
 def local_values(tensor: Stored) -> torch.Tensor:
-    """This rank's values of a tensor, sharing its memory; call it under `torch.no_grad`."""
+    """This rank's values of a tensor, sharing its memory; call it under `torch.no_grad`.
+
+    Of one whose values are made when they leave, a tensor on the meta device.
+    """
     if isinstance(tensor, Section):
         local = local_values(tensor.tensor)
         if not local.is_contiguous():
@@ -166,14 +213,18 @@ def local_values(tensor: Stored) -> torch.Tensor:
         ranges, _ = _held(tensor.tensor, 0)
         begin = _count_before(ranges, tensor.first)
         return local.view(-1)[begin : _count_before(ranges, tensor.first + tensor.numel())]
+    if isinstance(tensor, Made):  # on no device, so that nobody takes the values of `like` for its own
+        return local_values(tensor.like).to("meta", tensor.dtype)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(tensor: torch.Tensor, rank: int) -> tuple[tuple[Range, ...], tuple[int, int] | None]:
+def _held(tensor: torch.Tensor | Made, rank: int) -> tuple[tuple[Range, ...], tuple[int, int] | None]:
     """The ranges of a tensor that this rank holds, and which copy of how many this is.
 
     None instead of the copy: others own the values.
     """
+    if isinstance(tensor, Made):
+        return _held(tensor.like, rank)
     if not isinstance(tensor, DTensor):
         return (((0, tensor.numel()),) if tensor.numel() else ()), (None if rank else (0, 1))
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -371,7 +422,7 @@ def _replaced(
     """The tensors, with those in many short ranges replaced by the result of `make`, called once for each."""
     made: dict[int, DTensor] = {}
 
-    def replace(tensor: torch.Tensor) -> torch.Tensor:
+    def replace(tensor: torch.Tensor | Made) -> torch.Tensor | Made:
         placements = _row_placements(tensor) if isinstance(tensor, DTensor) else None
         if placements is None:
             return tensor

@@ -9,7 +9,7 @@ the ranges that it holds, on any number of ranks.
 import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,7 @@ from cairn.checkpoint.tensors.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.tensors.placement import RowTargets, Stored, in_rows, share_of
+from cairn.checkpoint.tensors.placement import RowTargets, Share, Stored, in_rows, share_of
 from cairn.checkpoint.tensors.reader import DTYPE_NAMES, DTYPES, ReadRange, as_memory, read_pieces
 from cairn.checkpoint.tensors.remote_ranges import AwayFile, away_in_step, check_away
 from cairn.checkpoint.tensors.source import TensorSource
@@ -90,14 +90,14 @@ class OutgoingTensors:
         self._stem = stem
         self._files, self._index = plan_tensors(tensors, stem, max_file_bytes, dtypes)
         self._outlet = outlet
-        self._values: dict[str, list[tuple[str, int, int, torch.Tensor, torch.dtype]]] = {}
+        self._shares: dict[str, list[tuple[int, Share, torch.dtype]]] = {}
         for file in self._files:
-            ours = self._values[file.name] = []
+            ours = self._shares[file.name] = []
             for name, start in file.offsets.items():
                 share = share_of(name, tensors[name], rank).owned()
-                dtype = dtypes.get(name, share.dtype)
-                for first, values in share.cut(share.local.reshape(-1)):
-                    ours.append((name, start, first, values, dtype))
+                share = replace(share, local=share.local.contiguous())
+                if share.ranges:
+                    ours.append((start, share, dtypes.get(name, share.dtype)))
         self._outlet.follow()  # also the copies that have made strided values contiguous
 
     def create(self, folder: Path) -> None:
@@ -128,16 +128,17 @@ class OutgoingTensors:
         """
         outlet = self._outlet
         with torch.no_grad(), outlet.running():
-            for file, ours in self._values.items():
+            for file, ours in self._shares.items():
                 fd = os.open(folder / file, os.O_WRONLY)
                 try:
-                    for name, start, first, values, dtype in ours:
-                        for part in values.split(outlet.piece_bytes // dtype.itemsize):
-                            check()
-                            piece = part.to(dtype)
-                            saw(name, piece, first * dtype.itemsize)
-                            write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
-                            first += len(part)
+                    for start, share, dtype in ours:
+                        for first, values in share.cut(share.flat()):
+                            for part in values.split(outlet.piece_bytes // dtype.itemsize):
+                                check()
+                                piece = part.to(dtype)
+                                saw(share.name, piece, first * dtype.itemsize)
+                                write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
+                                first += len(part)
                 finally:
                     os.close(fd)
 

@@ -11,7 +11,8 @@ from typing import Self
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import CONTEXT, GIB, Need, Uncountable, gib, serving_needs, training_needs
+from cairn.launch.memory import Uncountable, serving_needs, training_needs
+from cairn.launch.needs import CONTEXT, GIB, Need, gib
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 

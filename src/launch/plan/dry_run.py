@@ -15,16 +15,8 @@ from cairn.config.rl import RLConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.jobs.export import exports_in_words
-from cairn.launch.memory import (
-    Uncountable,
-    cache_left,
-    check_serving,
-    check_training,
-    gib,
-    serving_needs,
-    training_needs,
-    with_cache,
-)
+from cairn.launch.memory import Uncountable, check_serving, check_training, serving_needs, training_needs
+from cairn.launch.needs import cache_left, gib, with_cache
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.external_servers import facts_of_run
 from cairn.launch.plan.model import described, foreign_format, model_to_serve

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.saving.unchanged_files import Carried
 from cairn.checkpoint.step_folder import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
-from cairn.checkpoint.tensors.placement import Stored, at_places, local_values
+from cairn.checkpoint.tensors.placement import Made, Stored, at_places, local_values
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
@@ -56,7 +57,8 @@ class Adapter(Trained):
         self.group = group
         self._base: Base | None = None
         self._found_in: Path | None = None
-        self._merged: dict[str, torch.Tensor] = {}
+        self._gathered: dict[str, torch.Tensor] = {}
+        """The first matrix of each layer's adapter, whole, since servers last got the policy."""
 
     @property
     def base(self) -> Base:
@@ -184,21 +186,25 @@ class Adapter(Trained):
             )
 
     def served(self) -> Mapping[str, Stored]:
-        """The base's weights with the adapter added; each call computes them anew, in the same memory."""
-        tensors = self._of_base()
-        merged = {plain(name): tensor for name, tensor in tensors.items()}
+        """The base's weights with the adapter added, each when it leaves; all ranks call it together."""
+        merged: dict[str, torch.Tensor | Made] = {plain(n): tensor for n, tensor in self._of_base().items()}
         with torch.no_grad():
             for name, layer in self._layers():
+                a = layer.lora_A[NAME].weight
+                self._gathered[name] = a.full_tensor() if isinstance(a, DTensor) else a
                 weight = layer.base_layer.weight
-                into = self._merged.setdefault(name, torch.empty_like(weight))
-                a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-                a = a.full_tensor() if isinstance(a, DTensor) else a
-                torch.addmm(
-                    local_values(weight), local_values(b), a,
-                    alpha=layer.scaling[NAME], out=local_values(into),
-                )  # fmt: skip
-                merged[f"{name}.weight"] = into
+                merged[f"{name}.weight"] = Made(weight, torch.float32, partial(self._merge, name, layer))
         return at_places(merged, layout_of(self.module).places)
+
+    @torch.no_grad()
+    def _merge(self, name: str, layer: Any) -> torch.Tensor:
+        """This rank's rows of a layer's weight with its adapter added: float32."""
+        return torch.addmm(
+            local_values(layer.base_layer.weight).float(),
+            local_values(layer.lora_B[NAME].weight),
+            self._gathered[name],
+            alpha=layer.scaling[NAME],
+        )
 
     def _of_base(self) -> dict[str, torch.Tensor]:
         return {n: tensor for n, tensor in tensors_in_memory(self.module).items() if not is_adapters(n)}

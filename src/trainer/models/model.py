@@ -47,10 +47,10 @@ def build_model(
     """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
     Parameters are held in float32, as master weights must be, whatever the data type of the files; a model
-    that is never trained may hold them as it computes. Weights get memory once the model is
-    sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
-    that computes in float32 where its weights are has nothing to shard or to convert: it gets the plain
-    model, which is faster and computes the same bits.
+    that is never trained may hold them as it computes, and the base of an adapter does. Weights get memory
+    once the model is sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU.
+    A single rank that computes in float32 where its weights are has nothing to shard or to convert: it gets
+    the plain model, which is faster and computes the same bits.
 
     Args:
         remade: makes of the causal language model, on the meta device, what is trained.
@@ -61,15 +61,18 @@ def build_model(
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     freeze(model, config.freeze)
+    precision = config.precision.settled(gpu=mesh.device_type == "cuda")
+    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
     if held_as != torch.float32:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(held_as)
     if config.lora:
         adapt(model, config.lora)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    precision = config.precision.settled(gpu=mesh.device_type == "cuda")
-    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
     layers = layers_of(model)
     if config.compile:
         for layer in layers:

@@ -39,9 +39,9 @@ class Filling(ABC):
 class Served:
     """What servers get.
 
-    tensors: by the hub's name, as they are now; all ranks call it, on the thread that trains, and get the
-    same memory each time. dtypes: the data types that they are published in, by name; others are published as
-    they are. beside: files beside the tensors.
+    tensors: by the hub's name, as they are now; all ranks call it, on the thread that trains, and what it
+    has returned before stands for the new values, too. dtypes: the data types that they are published in, by
+    name; others are published as they are. beside: files beside the tensors.
     checked: whether servers are checked by checksums. saved: whether a checkpoint's model/ holds the tensors.
     stem: of the files.
     """
