@@ -28,7 +28,7 @@ import torch
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.host_staging import HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import ALIGNMENT, FileLayout, plan_rank, ring_pieces
-from cairn.checkpoint.tensors.placement import RowTargets, Stored, in_rows, share_of
+from cairn.checkpoint.tensors.placement import RowTargets, Section, Stored, in_rows, local_values, share_of
 from cairn.checkpoint.tensors.reader import as_bytes
 from cairn.checkpoint.tensors.sharded_files import plan_tensors
 from cairn.run.signals import stop_signals_blocked
@@ -143,6 +143,8 @@ class Arena:
         )
         self._copier = copies(tensor.device for named in tensors.values() for tensor in named.values())
         self._sources: list[tuple[int, torch.Tensor]] = []
+        self._owned: dict[tuple[str, str, int], tuple[int, int]] = {}
+        """By stem, name and number of local values: the first of those that this rank saves, and how many."""
         self._headers = [
             (position, torch.frombuffer(bytearray(files[number].header), dtype=torch.uint8))
             for position, number in self.plan.headers
@@ -172,13 +174,26 @@ class Arena:
         }
         with torch.no_grad():
             for stem, name, places in self._copies:
-                source = as_bytes(share_of(name, tensors[stem][name], self.rank).owned().local)
+                source = self._bytes_of(stem, name, tensors[stem][name])
                 if len(places) == 1:
                     self._sources.append((places[0][0], source))
                 else:
                     self._sources += [(start, source[begin:end]) for start, begin, end in places]
         self._sources = sorted([*self._headers, *self._sources], key=lambda source: source[0])
         self._copier.follow()  # also the copies that have made strided values contiguous
+
+    def _bytes_of(self, stem: str, name: str, tensor: Stored) -> torch.Tensor:
+        """The values that this rank saves of a tensor, uint8. Which ones these are is worked out once: a
+        GPU stands still meanwhile, and a large model has thousands of tensors."""
+        values = local_values(tensor.tensor if isinstance(tensor, Section) else tensor)
+        if not values.is_contiguous():
+            return as_bytes(share_of(name, tensor, self.rank).owned().local)
+        first, count = self._owned.get((stem, name, values.numel())) or (0, 0)
+        if not count:
+            own = share_of(name, tensor, self.rank).owned().local
+            first, count = own.storage_offset() - values.storage_offset(), own.numel()
+            self._owned[stem, name, values.numel()] = first, count
+        return as_bytes(values.view(-1)[first : first + count])
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save begins."""

@@ -111,6 +111,12 @@ def _end_to_end(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(1, 2).flatten(0, 1)
 
 
+def _widened(states: torch.Tensor, width: int) -> torch.Tensor:
+    """With zeros up to `width` numbers a head; itself if it has as many, where `F.pad` would copy it."""
+    missing = width - states.shape[-1]
+    return F.pad(states, (0, missing)) if missing else states
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and value is not True and not (name == "dropout" and value == 0.0):
@@ -176,7 +182,7 @@ def by_samples(kernel: Kernel) -> Callable[..., Result]:
         scale = scaling if scaling is not None else 1 / math.sqrt(size)
         # The kernel takes heads of one size, a multiple of 8; zeros change neither scores nor sums.
         width = -(-max(size, value.shape[-1]) // 8) * 8
-        q, k, v = (F.pad(_end_to_end(s), (0, width - s.shape[-1])) for s in (query, key, value))
+        q, k, v = (_widened(_end_to_end(states), width) for states in (query, key, value))
         result = kernel(q, k, v, sample_bounds, longest_sample, scale, sliding_window)
         return result[..., : value.shape[-1]].unflatten(0, (rows, tokens)), None
 
