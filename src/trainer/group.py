@@ -1,5 +1,6 @@
 """This process among the trainer's ranks: what the ranks exchange, and this rank's device."""
 
+import json
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ from cairn.run.machine import this_machine
 
 
 POLL_SECONDS = 0.002
+RANKS_A_POLL = 64
+"""With more ranks each polls more rarely: rank 0's store answers all of them."""
 
 
 class ThreadRendezvous:
@@ -30,6 +33,8 @@ class ThreadRendezvous:
 
     They use a store rather than a process group: operations of another thread would get in between the
     collectives of the training, of which NCCL allows one at a time, and a wait for a store can be given up.
+    A counter tells the rank that comes last; it puts together what all say, so that a waiting rank asks for
+    one key, however many ranks there are.
 
     Args:
         store: for this rendezvous alone, with a connection of its own.
@@ -40,23 +45,29 @@ class ThreadRendezvous:
         self._world_size = world_size
         self._store = store
         self._round = 0
+        self._seconds = POLL_SECONDS * max(1, world_size / RANKS_A_POLL)
 
     def gather(self, mine: str, check: Callable[[], object]) -> list[str]:
         """What every rank says in this round, by rank; returns once all have.
 
         `check` is called again and again meanwhile; what it raises ends the waiting.
         """
-        if self._store is None:
+        if (store := self._store) is None:
             return [mine]
         self._round += 1
-        keys = [f"{self._round}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], mine)
-        while not self._store.check(keys):
+        own, everything, come = (f"{self._round}/{what}" for what in (self._rank, "all", "come"))
+        store.set(own, mine)
+        if store.add(come, 1) == self._world_size:
+            keys = [f"{self._round}/{rank}" for rank in range(self._world_size)]
+            store.set(everything, json.dumps([value.decode() for value in store.multi_get(keys)]))
+            store.delete_key(come)
+            if self._round > 1:  # all have read the round before, since they have come to this one
+                store.delete_key(f"{self._round - 1}/all")
+        while not store.check([everything]):
             check()
-            time.sleep(POLL_SECONDS)
-        said = [value.decode() for value in self._store.multi_get(keys)]
-        if self._round > 2:  # all have read the round before the last, since they have come to the last
-            self._store.delete_key(f"{self._round - 2}/{self._rank}")
+            time.sleep(self._seconds)
+        said: list[str] = json.loads(store.get(everything))
+        store.delete_key(own)
         return said
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -327,7 +328,7 @@ def test_threads_of_all_ranks_tell_each_other_what_they_have_to_say():
     for thread in threads:
         thread.join(DEADLINE)
     assert heard == [[[f"{number} from {rank}" for rank in range(3)] for number in range(20)]] * 3
-    assert store.num_keys() <= 2 * 3 + 1
+    assert store.num_keys() <= 3, "the newest round's, and the store's own"
 
     class GivenUp(Exception):
         pass
@@ -339,3 +340,33 @@ def test_threads_of_all_ranks_tell_each_other_what_they_have_to_say():
     deadline = time.monotonic() + 0.1
     with pytest.raises(GivenUp):
         exchanges[0].gather("alone", give_up)
+
+
+class Asked:
+    """A store that notes how many keys it is asked for at a time."""
+
+    def __init__(self):
+        self._store = dist.HashStore()
+        self.keys: set[int] = set()
+
+    def check(self, keys: list[str]) -> bool:
+        self.keys.add(len(keys))
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_rank_that_waits_asks_for_one_key_however_many_ranks_there_are():
+    """512 ranks that each asked for 512 would ask rank 0's store for 131 million keys a second."""
+    store: Any = Asked()
+    ranks = [ThreadRendezvous(rank, 512, store) for rank in range(512)]
+    heard: list[list[str]] = []
+    threads = [
+        in_thread(partial(lambda one, rank: heard.append(one.gather(str(rank), lambda: None)), one, rank))
+        for rank, one in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert heard == [[str(rank) for rank in range(512)]] * 512
+    assert store.keys == {1}
