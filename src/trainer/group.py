@@ -169,6 +169,19 @@ class RankGroup:
         """For each flag, whether it is set on any rank; the answer is the same on all ranks."""
         return self.gather_rows(torch.tensor([flags], dtype=torch.float64)).amax((0, 1)).bool().tolist()
 
+    def measure(self, nbytes: int = 256 << 20) -> float:
+        """Bytes a second that this rank gets in an all-gather of `nbytes` between devices; all call it."""
+        piece = torch.zeros(nbytes // self.world_size, dtype=torch.uint8, device=self.device)
+        whole = torch.empty(len(piece) * self.world_size, dtype=torch.uint8, device=self.device)
+        seconds = 0.0
+        for _ in range(2):  # the first one sets up connections
+            dist.barrier()
+            begun = time.monotonic()
+            dist.all_gather(list(whole.chunk(self.world_size)), piece)
+            whole[-1].item()  # waits for the GPU
+            seconds = time.monotonic() - begun
+        return (len(whole) - len(piece)) / max(seconds, 1e-9)
+
     def gather_objects(self, mine: Any) -> list[Any]:
         """What every rank gave, on every rank."""
         gathered: list[Any] = [None] * self.world_size
@@ -212,6 +225,28 @@ def _store_arguments() -> dict[str, Any]:
     make = host_store if rank == 0 else dist.TCPStore
     store = make(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}
+
+
+SLOW_LINK = 20e9
+"""Bytes a second. NVLink gives a GPU some 300e9, InfiniBand of 400 Gb/s 50e9, TCP at 25 Gb/s 3e9."""
+
+
+def slow_network(group: RankGroup) -> str | None:
+    """What to tell somebody whose GPUs reach each other slowly, as NCCL over TCP does; None otherwise.
+
+    All ranks call it. On CPUs, and with one rank, nothing is measured.
+    """
+    if group.device.type != "cuda" or group.world_size == 1:
+        return None
+    rate = float(group.gather_rows(torch.tensor([[group.measure()]], dtype=torch.float64)).min())
+    if rate >= SLOW_LINK:
+        return None
+    return (
+        f"the ranks gather {rate / 1e9:.1f} GB/s from each other, where GPUs with NVLink or InfiniBand get "
+        f"more than {SLOW_LINK / 1e9:g}: steps of large models will wait for it. NCCL_DEBUG=INFO names the "
+        "transport (NET/IB, NET/Socket, P2P) in the ranks' logs; --slurm.interface or NCCL_SOCKET_IFNAME "
+        "chooses a network, and replicas has each machine gather layers from its own GPUs only"
+    )
 
 
 # This rank's device, and what can be wrong with a GPU: CUDA can't use it, or its memory does not suffice.

@@ -26,7 +26,7 @@ from cairn.run.files import read_json
 from cairn.run.messages import Attempt, Outcome
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.data.rendering import RecordRefused
-from cairn.trainer.group import RankGroup
+from cairn.trainer.group import RankGroup, slow_network
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.rewinds import make_rewinder
@@ -53,6 +53,8 @@ def train(config: TrainerBase, attempt: Attempt, group: RankGroup) -> Outcome:
         CheckpointError: the checkpoint to go on from can't be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
+    if (slow := slow_network(group)) and group.rank == 0:
+        logger.warning(slow)
     with contextlib.ExitStack() as closing:
         return Training(config, attempt, group, closing).run()
 

@@ -1,5 +1,7 @@
 """A rank's device: that it is the GPU that Ray gave, or an error that says why not and what to do."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.errors import OutOfMemory, UsageError
 from cairn.run.machine import Machine
 from cairn.trainer import group
-from cairn.trainer.group import device_for, out_of_memory
+from cairn.trainer.group import device_for, out_of_memory, slow_network
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 
@@ -101,3 +103,18 @@ def test_after_an_error_only_a_group_on_the_cpu_is_destroyed(monkeypatch: pytest
         group.abandon()
         assert not dist.is_initialized()
         monkeypatch.setattr(type(group), "leave", lambda _: None)
+
+
+def test_gpus_that_reach_each_other_slowly_are_told(monkeypatch: pytest.MonkeyPatch):
+    with joined() as one:
+        assert one.measure(1 << 20) == 0, "alone, nothing comes from others"
+        two = dataclasses.replace(one, world_size=2, device=torch.device("cuda", 0))
+        slowest = torch.tensor([[[40e9]], [[2.9e9]]], dtype=torch.float64)
+        monkeypatch.setattr(group.RankGroup, "measure", lambda _: 40e9)
+        monkeypatch.setattr(group.RankGroup, "gather_rows", lambda *_: slowest)
+        told = slow_network(two)
+        assert told is not None
+        assert "gather 2.9 GB/s" in told
+        assert slow_network(dataclasses.replace(two, device=one.device)) is None, "on CPUs"
+        slowest[1] = 25e9
+        assert slow_network(two) is None
