@@ -1,9 +1,11 @@
 """Muon, with AdamW for what is no hidden matrix."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -19,9 +21,9 @@ class Muon(torch.optim.Optimizer):
     equation 4), so that updates are as large as AdamW's and its learning rates and weight decays fit. State:
     `momentum_buffer`, float32 and sharded as the matrix is; AdamW's elsewhere.
 
-    An orthogonal update needs the whole matrix. Each rank gathers one matrix after the other, in bfloat16, in
-    which the iteration computes, and keeps its shard of the result. Experts that are whole on a rank stay
-    there.
+    An orthogonal update needs the whole matrix. Matrices are dealt to the ranks that share them: each
+    gathers one, in bfloat16, in which the iteration computes, and sends the others their shards of the
+    result. Experts that are whole on a rank stay there.
     """
 
     def __init__(
@@ -51,24 +53,105 @@ class Muon(torch.optim.Optimizer):
         """Change the weights that have a gradient; all ranks call it."""
         assert closure is None, "Muon evaluates nothing itself"
         for group in self._hidden:
+            dealt: list[_Dealt] = []
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._change(parameter, parameter.grad, group)
+                if parameter.grad is None:
+                    continue
+                update = self._update(parameter, parameter.grad, group)
+                share = _Dealt.of(parameter, update)
+                if share is None:
+                    _change(parameter, _orthogonal_shard(update, group["ns_steps"]), group)
+                    continue
+                if dealt and (len(dealt) == dealt[0].ranks or dealt[0].among is not share.among):
+                    _make_orthogonal(dealt, group)
+                    dealt = []
+                dealt.append(share)
+            _make_orthogonal(dealt, group)
         if self._adamw:
             self._adamw.step()
 
-    def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"]
         mean.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-        orthogonal = _orthogonal_shard(update, group["ns_steps"])
-        rows, columns = parameter.shape[-2:]
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.add_(orthogonal, alpha=-group["lr"] * 0.2 * max(rows, columns) ** 0.5)
+        return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+
+
+def _change(parameter: torch.Tensor, orthogonal: torch.Tensor, group: dict[str, Any]) -> None:
+    """Move a matrix. orthogonal: this rank's part of its update, float32."""
+    rows, columns = parameter.shape[-2:]
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.add_(orthogonal, alpha=-group["lr"] * 0.2 * max(rows, columns) ** 0.5)
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A matrix whose rows lie on several ranks, those of `among`; update: this rank's rows."""
+
+    parameter: DTensor
+    update: torch.Tensor
+    among: dist.ProcessGroup
+    ranks: int
+    device: str
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, update: torch.Tensor) -> "_Dealt | None":
+        """None for what can't be dealt: plain tensors, stacks of experts, shards in several dimensions."""
+        if not isinstance(parameter, DTensor) or not isinstance(update, DTensor) or parameter.ndim != 2:
+            return None
+        mesh = parameter.device_mesh
+        cut = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if len(cut) != 1 or parameter.placements[cut[0]] != Shard(0) or mesh.size(cut[0]) == 1:
+            return None
+        return cls(parameter, update.to_local(), mesh.get_group(cut[0]), mesh.size(cut[0]), mesh.device_type)
+
+    @property
+    def each(self) -> int:
+        """Rows that a rank has, if they do not run out."""
+        return -(-self.parameter.shape[0] // self.ranks)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the rows of one rank, bfloat16."""
+        return torch.zeros(self.each, self.parameter.shape[1], dtype=torch.bfloat16, device=self.device)
+
+
+def _make_orthogonal(dealt: Sequence[_Dealt], group: dict[str, Any]) -> None:
+    """Change matrices, at most as many as there are ranks: the n-th rank computes the n-th one's update."""
+    if not dealt:
+        return
+    among = dealt[0].among
+    rank = among.rank()
+    works: list[Any] = []
+    mine: list[torch.Tensor] | None = None
+    for owner, one in enumerate(dealt):
+        rows = one.empty()
+        rows[: len(one.update)] = one.update  # with state_on = host, on its way to the GPU that computes
+        into = [one.empty() for _ in range(one.ranks)] if owner == rank else None
+        mine = into or mine
+        works.append(dist.gather(rows, into, group=among, group_dst=owner, async_op=True))
+    for work in works:
+        work.wait()
+    pieces: list[torch.Tensor] | None = None
+    if mine is not None:
+        one = dealt[rank]
+        whole = torch.cat(mine)
+        rows = one.parameter.shape[0]
+        whole[:rows] = orthogonal(whole[:rows], group["ns_steps"])
+        pieces = list(whole.split(one.each))
+    works, results = [], [one.empty() for one in dealt]
+    for owner, result in enumerate(results):
+        works.append(
+            dist.scatter(
+                result, pieces if owner == rank else None, group=among, group_src=owner, async_op=True
+            )
+        )
+    for work in works:
+        work.wait()
+    for one, result in zip(dealt, results, strict=True):
+        _change(one.parameter, result[: len(one.update)].to(one.update.device).float(), group)
 
 
 def _orthogonal_shard(matrix: torch.Tensor, steps: int) -> torch.Tensor:
