@@ -191,7 +191,8 @@ class Arena:
         first, count = self._owned.get((stem, name, values.numel())) or (0, 0)
         if not count:
             own = share_of(name, tensor, self.rank).owned().local
-            first, count = own.storage_offset() - values.storage_offset(), own.numel()
+            first = int(own.storage_offset()) - int(values.storage_offset())
+            count = own.numel()
             self._owned[stem, name, values.numel()] = first, count
         return as_bytes(values.view(-1)[first : first + count])
 

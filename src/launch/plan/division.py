@@ -10,7 +10,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import UTILIZATION, Need, Uncountable, cache_left, gib, serving_needs, training_needs
+from cairn.launch.memory import Uncountable, serving_needs, training_needs
+from cairn.launch.needs import UTILIZATION, Need, cache_left, gib
 from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.model import described, model_to_serve
 from cairn.launch.plan.run_plan import Draft
