@@ -20,6 +20,13 @@ class Sampled:
     logprobs: "list[float] | array[float]"
     versions: list[tuple[str, int, int]]
     finish_reason: str | None
+    recorded: int | None
+    """How many of the tokens the ledger has; None: it has no row of this. Only the ledger sets it."""
+
+    @property
+    def began(self) -> str | None:
+        """The policy that has sampled its first token, if there is one."""
+        return self.versions[0][0] if self.versions else None
 
     def extend(self, generation: Generation, *, asked: int, longest: int) -> None:
         """Append newly sampled tokens.
@@ -51,8 +58,7 @@ class Turn(Sampled):
 
     number: among all recorded calls of the rollout. request: digest of what was asked. branch: the sequence
     of tokens that it belongs to; its context is the first `kept` tokens of the branch, which are all there
-    are, and then prompt_ids. token_ids (int32), logprobs (float32), versions, finish_reason: as of a
-    `Rollout`.
+    are, and then prompt_ids. token_ids, logprobs, versions, finish_reason: as of a `Rollout`.
     """
 
     number: int
@@ -64,6 +70,7 @@ class Turn(Sampled):
     logprobs: "list[float] | array[float]" = field(default_factory=lambda: array("f"))
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     finish_reason: str | None = None
+    recorded: int | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,14 @@ class Call:
 class Rollout(Sampled):
     """One answer to a problem, whole or partial.
 
-    token_ids, logprobs: for each token. versions: (policy version, start, end) of spans of tokens, each
-    sampled by one policy. finish_reason: "stop" if the model or a stop string ended it, "length" at the
-    maximum length or at the end of the server's context, None while it is partial. text: set once it is
-    whole; of a program, all that was sampled last. reward: a finite number, or None until the environment has
-    returned it, perhaps some time after the answer is whole. parts: of the reward, by name. failed: why there
-    will be no reward, after retries; None otherwise. diverged: how often, after a restart, a program asked
-    something else than is recorded. begun: when it was begun (`time.monotonic`), or None if another process
-    did that; seconds: from then to its reward.
+    token_ids: int32. logprobs: float32, one for each token. versions: (policy version, start, end) of spans
+    of tokens, each sampled by one policy. finish_reason: "stop" if the model or a stop string ended it,
+    "length" at the maximum length or at the end of the server's context, None while it is partial. text: set
+    once it is whole; of a program, all that was sampled last. reward: a finite number, or None until the
+    environment has returned it, perhaps some time after the answer is whole. parts: of the reward, by name.
+    failed: why there will be no reward, after retries; None otherwise. diverged: how often, after a restart,
+    a program asked something else than is recorded. begun: when it was begun (`time.monotonic`), or None if
+    another process did that; seconds: from then to its reward.
 
     turns: of an answer that is a program, once it is whole; token_ids, logprobs and versions are then those
     of all turns, one after the other. Also of a program that has failed, as far as it has come.
@@ -103,8 +110,13 @@ class Rollout(Sampled):
     failed: str | None = None
     diverged: int = 0
     turns: list[Turn] = field(default_factory=list[Turn])
+    recorded: int | None = field(default=None, compare=False, repr=False)
     begun: float | None = field(default=None, compare=False)
     seconds: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        # What the ledger gives back after a restart must be what was there before it, to the bit.
+        self.token_ids, self.logprobs = array("i", self.token_ids), array("f", self.logprobs)
 
     @property
     def sampled(self) -> int:

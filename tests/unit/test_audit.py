@@ -29,7 +29,7 @@ RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
 PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch
 LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
 
-COLUMNS = "place, sample, seed, token_ids, logprobs, versions, finish_reason, text, reward"
+COLUMNS = "place, sample, seed, finish_reason, text, reward, tokens"
 
 
 def problem_at(place: int) -> int:
@@ -106,10 +106,16 @@ class Run:
         self.sql(f"INSERT INTO groups VALUES ({values})")
         version = f"{RUN}:{BRANCH}:{place // EACH}"
         for sample in range(SAMPLES):
-            end = "'stop', 'ab', 0.5" if batch is not None or sample == 0 else "NULL, '', NULL"
-            spans = json.dumps([[version, 0, 2]])
-            values = f"{place}, {sample}, 1, '[5, 6]', '[-1.0, -2.0]', '{spans}', {end}"
-            self.sql(f"INSERT INTO samples ({COLUMNS}) VALUES ({values})")
+            end = "'stop', 'ab', 0.5, 2" if batch is not None or sample == 0 else "NULL, '', NULL, NULL"
+            self.sql(f"INSERT INTO samples ({COLUMNS}) VALUES ({place}, {sample}, 1, {end})")
+            self.sampled(place, sample, -1, version)
+
+    def sampled(self, place: int, sample: int, number: int, version: str) -> None:
+        """Two tokens of an answer, or of one of its turns: 5 and 6, in a piece each."""
+        spans = json.dumps([[version, 0, 1]])
+        for start in range(2):
+            values = f"{place}, {sample}, {number}, {start}, X'0{5 + start}000000', X'000080BF', '{spans}'"
+            self.sql(f"INSERT INTO pieces VALUES ({values})")
 
     def sql(self, statement: str) -> None:
         """Change the ledger."""
@@ -228,18 +234,18 @@ DOCTORED: dict[str, tuple[str, Callable[[Run], object]]] = {
     "a token of a policy that was still to come": (
         "version",
         lambda run: run.sql(
-            f"""UPDATE samples SET versions = '[["{RUN}:{BRANCH}:6", 0, 2]]' WHERE place = 17"""
+            f"""UPDATE pieces SET versions = '[["{RUN}:{BRANCH}:6", 0, 1]]' WHERE place = 17"""
         ),
     ),
     "a token of a policy that no batch has made": (
         "version",
         lambda run: run.sql(
-            f"""UPDATE samples SET versions = '[["{RUN}:{BRANCH}:8", 0, 2]]' WHERE place = 28"""
+            f"""UPDATE pieces SET versions = '[["{RUN}:{BRANCH}:8", 0, 1]]' WHERE place = 28"""
         ),
     ),
     "a token of unknown weights": (
         "version",
-        lambda run: run.sql("""UPDATE samples SET versions = '[["default", 0, 2]]' WHERE place = 17"""),
+        lambda run: run.sql("""UPDATE pieces SET versions = '[["default", 0, 1]]' WHERE place = 17"""),
     ),
     "another problem than the order says": (
         "order",
@@ -255,8 +261,9 @@ DOCTORED: dict[str, tuple[str, Callable[[Run], object]]] = {
     ),
     "a token without a logprob": (
         "sample",
-        lambda run: run.sql("UPDATE samples SET logprobs = '[-1.0]' WHERE place = 19"),
+        lambda run: run.sql("UPDATE pieces SET logprobs = X'' WHERE place = 19 AND start = 1"),
     ),
+    "a piece too few": ("sample", lambda run: run.sql("DELETE FROM pieces WHERE place = 19 AND start = 1")),
     "an answer too few": (
         "sample",
         lambda run: run.sql("DELETE FROM samples WHERE place = 19 AND sample = 0"),
@@ -312,7 +319,7 @@ def test_batches_need_not_be_contiguous(run: Run):
     run.sql("UPDATE groups SET batch = NULL WHERE place = 27")
     run.sql("UPDATE groups SET batch = 7 WHERE place = 29")
     run.sql("UPDATE samples SET reward = 1, finish_reason = 'stop' WHERE place = 29")
-    run.sql("UPDATE samples SET versions = replace(versions, ':7', ':6')")
+    run.sql("UPDATE pieces SET versions = replace(versions, ':7', ':6')")
     assert run.audit().violations == []
 
 
@@ -423,14 +430,13 @@ def test_a_complete_run_is_proved_by_the_newest_copy_of_a_ledger_that_a_power_cu
 
 def program(run: Run, place: int = 20) -> None:
     """Make the answers to a shipped prompt those of programs of two turns and a call."""
-    version = json.dumps([[f"{RUN}:{BRANCH}:{place // EACH}", 0, 2]])
-    empty = "token_ids = '[]', logprobs = '[]', versions = '[]', calls = 3"
-    run.sql(f"UPDATE samples SET {empty} WHERE place = {place}")
+    run.sql(f"UPDATE samples SET tokens = NULL, calls = 3 WHERE place = {place}")
+    run.sql(f"DELETE FROM pieces WHERE place = {place}")
     for sample in range(SAMPLES):
         for number, kept in ((0, 0), (2, 3)):
-            tokens = f"X'0500000006000000', X'000080BF000080BF', '{version}', 'stop'"
-            values = f"{place}, {sample}, {number}, 'digest', 0, {kept}, X'01000000', {tokens}"
+            values = f"{place}, {sample}, {number}, 'digest', 0, {kept}, X'01000000', 'stop', 2"
             run.sql(f"INSERT INTO turns VALUES ({values})")
+            run.sampled(place, sample, number, f"{RUN}:{BRANCH}:{place // EACH}")
         run.sql(f"INSERT INTO calls VALUES ({place}, {sample}, 1, 'tool', '1')")
 
 
@@ -446,7 +452,8 @@ def test_programs_in_good_order(run: Run):
         "UPDATE turns SET branch = 1 WHERE number = 2 AND sample = 1",
         "DELETE FROM turns WHERE number = 0 AND sample = 1",
         "DELETE FROM calls WHERE sample = 0",
-        "UPDATE turns SET token_ids = X'05000000' WHERE number = 2",
+        "UPDATE pieces SET token_ids = X'' WHERE number = 2 AND start = 1",
+        "DELETE FROM pieces WHERE number = 2 AND start = 1",
         "UPDATE turns SET finish_reason = NULL WHERE number = 2",
         "UPDATE turns SET sample = 7 WHERE sample = 1",
     ],
@@ -494,7 +501,7 @@ def test_answers_that_failed_are_left_out_and_prompts_are_given_up(run: Run):
     """A batch needs two answers to a prompt; what was given up is neither missing nor waiting."""
     run.sql("UPDATE run SET samples_per_prompt = 3")
     for place in range(4 * EACH, 7 * EACH):
-        values = f"{place}, 2, 1, '[]', '[]', '[]', NULL, '', NULL, 'the judge is ill'"
+        values = f"{place}, 2, 1, NULL, '', NULL, NULL, 'the judge is ill'"
         run.sql(f"INSERT INTO samples ({COLUMNS}, failed) VALUES ({values})")
     last = 7 * EACH + 1
     run.sql(f"DELETE FROM groups WHERE place = {last}; DELETE FROM samples WHERE place = {last}")

@@ -3,17 +3,20 @@
 import contextlib
 import itertools
 import sqlite3
+import tempfile
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, opening, read_ledger, to_ranges
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
+from cairn.policy.generation import Generation, VersionSpan
 from cairn.run.messages import ShippedBatch
 
 RUN = LedgerRun("run", "branch_1", FORMAT, 0, 100, 2, 2, 1)
@@ -234,6 +237,74 @@ def test_a_ledger_of_another_format_is_not_touched(path: Path, tmp_path: Path, o
     with pytest.raises(CheckpointError, match=reason):
         read_ledger(snapshot, immutable=True)
     assert snapshot.read_bytes() == before
+
+
+SPANS = ("run:branch_1:0", "run:branch_1:1")
+TOKEN = st.tuples(st.integers(0, 2**31 - 1), st.floats(-9999, 0, width=32))
+TOKENS = st.lists(TOKEN, min_size=1, max_size=4)
+PIECE = st.tuples(st.integers(0, 1), TOKENS, st.integers(0, 4), st.booleans())
+
+
+@given(st.lists(PIECE, max_size=6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_answers_grow_by_pieces_that_never_change(
+    pieces: list[tuple[int, list[tuple[int, float]], int, bool]], cut: bool
+):
+    """Whenever the process is killed, each is there as it was; what is written once is not written again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, before = Path(folder, "ledger.sqlite"), set[Any]()
+        ledger, group = reopened(path), program(0)
+        fill(ledger, group)
+        for sample, tokens, split, killed in pieces:
+            ids, logprobs = map(list, zip(*tokens, strict=True))
+            middle = min(split, len(ids))
+            spans = [VersionSpan(SPANS[0], 0, middle), VersionSpan(SPANS[1], middle, len(ids))]
+            spans = [span for span in spans if span.start < span.end]
+            rollout = group.rollouts[sample]
+            rollout.extend(Generation(ids, logprobs, spans, "length"), asked=len(ids), longest=100)
+            ledger.record(0, {sample: rollout})
+            after = set(sqlite3.connect(path).execute("SELECT * FROM pieces"))
+            assert before < after
+            before = after
+            if killed:
+                ledger = reopened(path)
+                assert ledger.waiting() == [group]
+                (group,) = ledger.waiting()
+        if cut and len(group.rollouts[0].token_ids) > 1:
+            group.rollouts[0].cut(1)
+            ledger.record(0, {0: group.rollouts[0]})
+        assert reopened(path).waiting() == [group]
+        assert not list(path.parent.glob("*aside*"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM pieces WHERE start = 0 AND number = 0",
+        "DELETE FROM pieces WHERE start = 3 AND number = 0",
+        "DELETE FROM pieces WHERE number = -1 AND sample = 0",
+        "UPDATE pieces SET start = start + 1 WHERE number = 0",
+        "UPDATE pieces SET logprobs = X'' WHERE number = 0",
+        "UPDATE pieces SET token_ids = X'000000', logprobs = X'000000' WHERE number = 0",
+        "UPDATE pieces SET versions = 'no JSON' WHERE number = -1",
+        "UPDATE pieces SET number = 7 WHERE number = 0",
+        "UPDATE pieces SET place = 9 WHERE number = -1",
+    ],
+)
+def test_a_ledger_that_has_lost_pieces_is_not_gone_on_with(path: Path, damage: str):
+    """Or whose pieces are no longer what was written."""
+    ledger = reopened(path)
+    fill(ledger, answered(0), program(1))
+    one = turn(0, end=None)
+    ledger.record_turn(1, 0, one)
+    one.extend(Generation([1], [-1.0], [VersionSpan(SPANS[0], 0, 1)], "stop"), asked=1, longest=9)
+    ledger.record_turn(1, 0, one)
+    ledger.close()
+    assert reopened(path).calls(1, 0) == [one]
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute(damage)
+    assert reopened(path).waiting() == []
+    assert list(path.parent.glob("*aside*"))
 
 
 # Rollouts that are programs

@@ -380,5 +380,5 @@ def test_an_answer_grows_piece_by_piece():
     ended.extend(Piece([5], "stop"), asked=2, longest=6)
     cut.extend(Piece([5, 6], "length"), asked=2, longest=6)
     assert (ended.finish_reason, cut.finish_reason) == ("stop", "length")
-    assert cut.token_ids == [1, 2, 3, 4, 5, 6]
+    assert cut.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert cut.logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cairn.orchestrator.ledger import outcomes
+from cairn.orchestrator.ledger import outcomes, pieces
 from cairn.orchestrator.ledger.opening import begin, connect, oddity, open_existing, remove_journal, set_aside
+from cairn.orchestrator.ledger.pieces import ANSWER, SampledTokens, spans_of
 from cairn.orchestrator.ledger.schema import (
     ANSWERS,
     FINISH_SAMPLE,
@@ -34,7 +35,6 @@ from cairn.orchestrator.ledger.schema import (
     owners,
     rollout_of,
     sample_row,
-    spans_of,
     to_parts,
     turn_of,
     turn_row,
@@ -106,10 +106,17 @@ class Ledger:
             self._database.execute("UPDATE groups SET prompt_ids = ? WHERE place = ?", row)
 
     def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
-        """Record answers, whole or partial, to the prompt at `place`; `rollouts` is by answer number."""
-        rows = [sample_row(place, i, rollout) for i, rollout in rollouts.items()]
+        """Record answers, whole or partial, to the prompt at `place`; `rollouts` is by answer number.
+
+        Of one that goes on, only what was sampled since it was recorded last is written.
+        """
         with self._database:
-            self._database.executemany(INSERT_SAMPLE, rows)
+            for sample, rollout in rollouts.items():
+                if rollout.recorded is None or rollout.finish_reason or rollout.failed is not None:
+                    self._database.execute(INSERT_SAMPLE, sample_row(place, sample, rollout))
+                pieces.add(self._database, (place, sample, ANSWER), rollout)
+        for rollout in rollouts.values():
+            rollout.recorded = len(rollout.token_ids)
 
     def drop(self, place: int, reason: str, step: int) -> None:
         """Delete a prompt's answers so that it is issued again; `step` is the batch that leaves it out."""
@@ -128,21 +135,21 @@ class Ledger:
                 "SELECT place, problem, policy_step, prompt_ids, environment FROM groups WHERE batch IS NULL"
             )
         }
-        rows = self._database.execute(
-            f"{SELECT_SAMPLES} WHERE place IN (SELECT place FROM groups WHERE batch IS NULL) "
-            "ORDER BY place, sample"
-        )
+        waiting = "place IN (SELECT place FROM groups WHERE batch IS NULL)"
+        sampled = pieces.read(self._database, f"{waiting} AND number = {ANSWER}")
+        rows = self._database.execute(f"{SELECT_SAMPLES} WHERE {waiting} ORDER BY place, sample")
         for place, calls, *answer in rows:
             rollouts = groups[place].rollouts
-            rollouts.append(rollout_of(answer))
+            key = place, len(rollouts), ANSWER
+            rollouts.append(rollout_of(answer, sampled.get(key, SampledTokens())))
             if calls is not None:
                 rollouts[-1].take(self.turns(place, len(rollouts) - 1))
             elif rollouts[-1].failed is not None:
                 rollouts[-1].turns = self.turns(place, len(rollouts) - 1)
         for place, sample, versions in self._database.execute(
-            "SELECT place, sample, turns.versions FROM turns JOIN groups USING (place) "
-            "JOIN samples USING (place, sample) WHERE batch IS NULL AND calls IS NULL "
-            "ORDER BY place, sample, number"
+            "SELECT place, sample, versions FROM pieces JOIN groups USING (place) "
+            "JOIN samples USING (place, sample) WHERE batch IS NULL AND calls IS NULL AND number >= 0 "
+            "ORDER BY place, sample, number, start"
         ):
             groups[place].rollouts[sample].add_spans(spans_of(versions))
         return list(groups.values())
@@ -150,9 +157,12 @@ class Ledger:
     # Calls of rollouts that are programs
 
     def record_turn(self, place: int, sample: int, turn: Turn) -> None:
-        """Record what the model has answered, whole or partial."""
+        """Record what the model has answered, whole or partial; of one that goes on, what is new."""
         with self._database:
-            self._database.execute(INSERT_TURN, turn_row(place, sample, turn))
+            if turn.recorded is None or turn.finish_reason:
+                self._database.execute(INSERT_TURN, turn_row(place, sample, turn))
+            pieces.add(self._database, (place, sample, turn.number), turn)
+        turn.recorded = len(turn.token_ids)
 
     def record_call(self, place: int, sample: int, call: Call, snapshot: str | bytes | None = None) -> None:
         """Record what the world has answered.
@@ -171,13 +181,15 @@ class Ledger:
 
     def turns(self, place: int, sample: int) -> list[Turn]:
         """The turns of a rollout, in order."""
-        where = "WHERE place = ? AND sample = ? ORDER BY number"
-        return [turn_of(row) for row in self._database.execute(f"{SELECT_TURNS} {where}", (place, sample))]
+        where = "place = ? AND sample = ?"
+        sampled = pieces.read(self._database, where, place, sample)
+        rows = self._database.execute(f"{SELECT_TURNS} WHERE {where} ORDER BY number", (place, sample))
+        return [turn_of(row, sampled.get((place, sample, row[0]), SampledTokens())) for row in rows]
 
     def branch(self, place: int, sample: int, branch: int) -> npt.NDArray[np.int32]:
         """The tokens of a branch of a rollout, int32: prompts and answers of its turns, in order."""
         rows = self._database.execute(SELECT_BRANCH, (place, sample, branch))
-        return np.frombuffer(b"".join(blob for row in rows for blob in row), "<i4").astype(np.int32)
+        return np.frombuffer(b"".join(tokens for *_, tokens in rows), "<i4").astype(np.int32)
 
     def calls(self, place: int, sample: int) -> list[Turn | Call]:
         """All recorded calls of a rollout, in order."""
@@ -191,7 +203,7 @@ class Ledger:
         """Delete the calls of these numbers, because the program no longer makes them."""
         rows = [(place, sample, number) for number in numbers]
         with self._database:
-            for table in ("turns", "calls", "snapshots"):
+            for table in ("turns", "pieces", "calls", "snapshots"):
                 what = f"DELETE FROM {table} WHERE place = ? AND sample = ? AND number = ?"
                 self._database.executemany(what, rows)
             self._database.execute(

@@ -131,15 +131,31 @@ def set_aside(path: Path) -> Path:
 
 
 UNWRITTEN = """
+WITH sizes AS (
+    SELECT place, sample, number, start, length(token_ids) AS bytes, length(logprobs) AS of_logprobs,
+        json_valid(versions) AS valid FROM pieces
+), placed AS (
+    SELECT *, lag(start + bytes / 4, 1, 0)
+        OVER (PARTITION BY place, sample, number ORDER BY start) AS expected FROM sizes
+), ends AS (SELECT place, sample, number, sum(bytes) / 4 AS tokens FROM sizes GROUP BY place, sample, number)
 SELECT place, sample FROM samples
-WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
-OR typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37 OR (reward NOT NULL AND finish_reason IS NULL)
+WHERE typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37
+OR (reward NOT NULL AND finish_reason IS NULL)
 OR (reward NOT NULL AND failed NOT NULL) OR json_valid(coalesce(parts, '{}')) = 0
 OR calls != (SELECT count(*) FROM turns t WHERE t.place = samples.place AND t.sample = samples.sample)
     + (SELECT count(*) FROM calls c WHERE c.place = samples.place AND c.sample = samples.sample)
-UNION SELECT place, sample FROM turns
-WHERE length(token_ids) != length(logprobs) OR json_valid(versions) = 0
-OR length(token_ids) % 4 != 0 OR length(prompt_ids) % 4 != 0
+UNION SELECT place, sample FROM turns WHERE length(prompt_ids) % 4 != 0
+UNION SELECT place, sample FROM placed
+WHERE start != expected OR bytes != of_logprobs OR bytes % 4 != 0 OR valid = 0
+UNION SELECT place, sample FROM (
+    SELECT place, sample, -1 AS number, tokens AS wanted FROM samples
+    UNION ALL SELECT place, sample, number, tokens FROM turns
+) LEFT JOIN ends USING (place, sample, number) WHERE wanted != coalesce(ends.tokens, 0)
+UNION SELECT place, sample FROM ends WHERE NOT EXISTS (
+    SELECT 1 FROM samples s WHERE s.place = ends.place AND s.sample = ends.sample
+) OR number >= 0 AND NOT EXISTS (
+    SELECT 1 FROM turns t WHERE t.place = ends.place AND t.sample = ends.sample AND t.number = ends.number
+)
 """
 """Selects answers that the orchestrator can't have written like this."""
 NOWHERE = (0, -1, 0)

@@ -2,22 +2,21 @@
 
 import contextlib
 import itertools
-import json
 import shutil
 import sqlite3
 import tempfile
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger.schema import batch_of, check_format, spans_of
+from cairn.orchestrator.ledger import pieces
+from cairn.orchestrator.ledger.pieces import ANSWER, Key, SampledSize, ints
+from cairn.orchestrator.ledger.schema import batch_of, check_format
 from cairn.orchestrator.prompt_order import Order, Portion
 from cairn.run.messages import ShippedBatch
 
@@ -26,21 +25,18 @@ Row = dict[str, Any]
 ANSWERS = """
 SELECT groups.batch AS step, place, groups.problem, sample, nullif(environments.label, '') AS environment,
     prompt_ids, text, reward, finish_reason,
-    json_array_length(samples.token_ids) + (
-        SELECT coalesce(sum(length(turns.token_ids)), 0) / 4 FROM turns
-        WHERE turns.place = samples.place AND turns.sample = samples.sample
+    (
+        SELECT coalesce(sum(length(token_ids)), 0) / 4 FROM pieces
+        WHERE pieces.place = samples.place AND pieces.sample = samples.sample
     ) AS tokens, groups.policy_step
 FROM samples JOIN groups USING (place) LEFT JOIN environments ON environments.number = groups.environment
 WHERE finish_reason IS NOT NULL ORDER BY place, sample
 """
 
-SAMPLES = """
-SELECT place, sample, json_array_length(token_ids) AS tokens, json_array_length(logprobs) AS logprobs,
-    versions, reward, finish_reason, failed, calls FROM samples
-"""
+SAMPLES = "SELECT place, sample, reward, finish_reason, tokens AS noted, failed, calls FROM samples"
 TURNS = """
-SELECT place, sample, number, branch, kept, length(prompt_ids) / 4 AS prompt, length(token_ids) / 4 AS tokens,
-    length(logprobs) / 4 AS logprobs, versions, finish_reason FROM turns ORDER BY place, sample, number
+SELECT place, sample, number, branch, kept, length(prompt_ids) / 4 AS prompt, finish_reason, tokens AS noted
+FROM turns ORDER BY place, sample, number
 """
 
 PORTIONS = "SELECT label, problems, weight, samples_per_prompt FROM environments ORDER BY number"
@@ -50,9 +46,10 @@ SELECT count(*) FROM samples JOIN groups USING (place) WHERE batch IS NULL AND f
 """
 
 SAMPLED = """
-SELECT groups.batch, place, sample, samples.token_ids, turns.branch, turns.token_ids
-FROM groups JOIN samples USING (place) LEFT JOIN turns USING (place, sample)
-WHERE batch NOT NULL AND samples.failed IS NULL ORDER BY batch, place, sample, number
+SELECT batch, place, sample, calls, branch, token_ids
+FROM groups JOIN samples USING (place) LEFT JOIN pieces USING (place, sample)
+LEFT JOIN turns USING (place, sample, number)
+WHERE batch NOT NULL AND failed IS NULL ORDER BY batch, place, sample, number, start
 """
 
 
@@ -175,9 +172,11 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
             name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
             for name in ("run", "groups", "batches", "dropped", "failed")
         }
-        tables["turns"] = [{**row, "versions": spans_of(row["versions"])} for row in database.execute(TURNS)]
+        sizes = pieces.sizes(database)
+        tables["turns"] = [_sized(dict(row), sizes, row["number"]) for row in database.execute(TURNS)]
         tables["calls"] = [dict(row) for row in database.execute("SELECT place, sample, number FROM calls")]
-        tables["samples"] = _samples(database, tables["turns"])
+        answers = (_sized(dict(row), sizes, ANSWER) for row in database.execute(SAMPLES))
+        tables["samples"] = _with_turns(answers, tables["turns"])
         (run,) = tables["run"]
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
         portions = tuple(Portion(*row) for row in database.execute(PORTIONS))
@@ -186,11 +185,17 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
     return LedgerContent(run=run, batches=batches, portions=portions, outcomes=outcomes, **of_prompts)
 
 
-def _samples(database: sqlite3.Connection, turns: list[Row]) -> list[Row]:
+def _sized(row: Row, sizes: dict[Key, SampledSize], number: int) -> Row:
+    """The row of an answer or turn with how many tokens and logprobs were sampled, and by which policies.
+
+    `noted` is the number of tokens that its row tells, if it is whole.
+    """
+    return row | asdict(sizes.get((row["place"], row["sample"], number), SampledSize()))
+
+
+def _with_turns(answers: Iterable[Row], turns: list[Row]) -> list[Row]:
     """The answers; what was sampled for one that is a program is what was sampled in its turns."""
-    found = {}
-    for row in database.execute(SAMPLES):
-        found[row["place"], row["sample"]] = {**row, "versions": spans_of(row["versions"])}
+    found = {(row["place"], row["sample"]): row for row in answers}
     for turn in turns:
         if sample := found.get((turn["place"], turn["sample"])):
             before = sample["tokens"]
@@ -218,13 +223,11 @@ def read_sampled(path: Path) -> "dict[int, list[tuple[int, int, array[int]]]]":
     with open_ledger(path) as database:
         answers = itertools.groupby(database.execute(SAMPLED), key=lambda row: tuple(row)[:3])
         for (step, place, sample), rows in answers:
-            pieces = found.setdefault(step, [])
-            branches: dict[int, array[int]] = {}
-            for *_, whole, branch, of_turn in rows:
-                if of_turn is None:
-                    pieces.append((place, sample, array("i", json.loads(whole))))
-                else:
-                    turn = np.frombuffer(of_turn, "<i4").astype("i").tobytes()
-                    branches.setdefault(branch, array("i")).frombytes(turn)
-            pieces += [(place, sample, tokens) for tokens in branches.values() if tokens]
+            branches: dict[int | None, array[int]] = {}
+            for *_, calls, branch, tokens in rows:
+                if calls is None or tokens is not None:
+                    branches.setdefault(branch, array("i")).extend(ints(tokens or b""))
+            found.setdefault(step, []).extend(
+                (place, sample, tokens) for branch, tokens in branches.items() if tokens or branch is None
+            )
     return found

@@ -2,22 +2,22 @@
 
 import json
 import sqlite3
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
+from cairn.orchestrator.ledger import pieces
+from cairn.orchestrator.ledger.pieces import SampledTokens
 from cairn.orchestrator.prompt_order import Order, Portion
-from cairn.orchestrator.rollouts import Rollout, Turn
+from cairn.orchestrator.rollouts import Rollout, Sampled, Turn
 from cairn.run.messages import ShippedBatch
 
-FORMAT = 6
+FORMAT = 7
 RESTS = "rests"
 """The reason in `failed` of prompts that the difficulty filter did not issue."""
-SCHEMA = """
+SCHEMA = (
+    """
 CREATE TABLE run (
     run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
     problems INTEGER NOT NULL,          -- of all environments
@@ -38,9 +38,8 @@ CREATE TABLE groups (                   -- prompts on which the training is in n
 );
 CREATE TABLE samples (                  -- their answers
     place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
-    token_ids TEXT NOT NULL, logprobs TEXT NOT NULL,
-    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
     finish_reason TEXT,                 -- stop, length; NULL while it is partial
+    tokens INTEGER,                     -- how many its pieces have; NULL while it is partial, and of programs
     text TEXT NOT NULL,                 -- of a whole answer
     reward REAL,                        -- finite; NULL until the environment has given it
     parts TEXT,                         -- {name: reward, ...}; NULL if it has no parts
@@ -66,11 +65,9 @@ CREATE TABLE turns (                    -- what the model answered to a rollout 
     request TEXT NOT NULL,              -- digest of what was asked, by which a replay recognises it
     branch INTEGER NOT NULL,            -- its context: the branch so far (`kept` tokens) and prompt_ids
     kept INTEGER NOT NULL,
-    prompt_ids BLOB NOT NULL,           -- int32, little-endian, as token_ids
-    token_ids BLOB NOT NULL,
-    logprobs BLOB NOT NULL,             -- float32, little-endian
-    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
+    prompt_ids BLOB NOT NULL,           -- int32, little-endian
     finish_reason TEXT,                 -- stop, length; NULL while it is partial
+    tokens INTEGER,                     -- how many its pieces have; NULL while it is partial
     PRIMARY KEY (place, sample, number)
 );
 CREATE TABLE calls (                    -- what a rollout that is a program was answered by the world
@@ -106,7 +103,9 @@ CREATE TABLE outcomes (                 -- the newest mean rewards of problems, 
 );
 CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place);
 """
-ANSWERS = ("samples", "turns", "calls", "snapshots")
+    + pieces.SCHEMA
+)
+ANSWERS = ("samples", "pieces", "turns", "calls", "snapshots")
 """The tables with rows about the answers to a prompt, which go when the prompt's row does."""
 
 
@@ -211,9 +210,9 @@ def batch_of(step: int, places: str, *rest: Any) -> ShippedBatch:
     return ShippedBatch(step, [[first, last] for first, last in json.loads(places)], *rest)
 
 
-_ANSWER = "seed, token_ids, logprobs, versions, finish_reason, text, reward, parts, failed, diverged"
+_ANSWER = "seed, finish_reason, text, reward, parts, failed, diverged"
 INSERT_SAMPLE = (
-    f"INSERT OR REPLACE INTO samples (place, sample, {_ANSWER}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    f"INSERT OR REPLACE INTO samples (place, sample, {_ANSWER}, tokens) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 SELECT_SAMPLES = f"SELECT place, calls, {_ANSWER} FROM samples"
 FINISH_SAMPLE = """
@@ -224,9 +223,12 @@ WHERE place = ? AND sample = ?
 
 def sample_row(place: int, sample: int, rollout: Rollout) -> tuple[Any, ...]:
     """A row of the table `samples`: answer number `sample` to the prompt at `place`."""
-    lists = (json.dumps(values) for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
     what = (rollout.finish_reason, rollout.text, rollout.reward, to_parts(rollout), rollout.failed)
-    return (place, sample, rollout.seed, *lists, *what, rollout.diverged)
+    return (place, sample, rollout.seed, *what, rollout.diverged, _tokens(rollout))
+
+
+def _tokens(sampled: Sampled) -> int | None:
+    return None if sampled.finish_reason is None else len(sampled.token_ids)
 
 
 def to_parts(rollout: Rollout) -> str | None:
@@ -234,35 +236,32 @@ def to_parts(rollout: Rollout) -> str | None:
     return json.dumps(rollout.parts) if rollout.parts else None
 
 
-def rollout_of(row: Sequence[Any]) -> Rollout:
+def rollout_of(row: Sequence[Any], sampled: SampledTokens) -> Rollout:
     """The answer in a row of `SELECT_SAMPLES`, without its place and calls."""
-    seed, token_ids, logprobs, versions, finish_reason, text, reward, parts, failed, diverged = row
+    seed, finish_reason, text, reward, parts, failed, diverged = row
     return Rollout(
         seed,
-        json.loads(token_ids),
-        json.loads(logprobs),
-        spans_of(versions),
+        sampled.token_ids,
+        sampled.logprobs,
+        sampled.versions,
         finish_reason,
         text,
         reward,
         json.loads(parts or "{}"),
         failed,
         diverged,
+        recorded=len(sampled.token_ids),
     )
-
-
-def spans_of(versions: str) -> list[tuple[str, int, int]]:
-    """The column `versions` of an answer or a turn."""
-    return [(version, start, end) for version, start, end in json.loads(versions)]
 
 
 # Calls of rollouts that are programs
 
-INSERT_TURN = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_TURN = "number, request, branch, kept, prompt_ids, token_ids, logprobs, versions, finish_reason"
-SELECT_TURNS = f"SELECT {_TURN} FROM turns"
+INSERT_TURN = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+SELECT_TURNS = "SELECT number, request, branch, kept, prompt_ids, finish_reason FROM turns"
 SELECT_BRANCH = """
-SELECT prompt_ids, token_ids FROM turns WHERE place = ? AND sample = ? AND branch = ? ORDER BY number
+SELECT number, -1 AS start, prompt_ids AS tokens FROM turns WHERE place = ?1 AND sample = ?2 AND branch = ?3
+UNION ALL SELECT number, start, token_ids FROM turns JOIN pieces USING (place, sample, number)
+WHERE place = ?1 AND sample = ?2 AND branch = ?3 ORDER BY number, start
 """
 INSERT_CALL = "INSERT INTO calls VALUES (?, ?, ?, ?, ?)"
 INSERT_SNAPSHOT = "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)"
@@ -274,27 +273,24 @@ WHERE place = ? AND sample = ?
 
 def turn_row(place: int, sample: int, turn: Turn) -> tuple[Any, ...]:
     """A row of the table `turns`."""
-    blobs = (
-        np.asarray(values, kind).tobytes()
-        for values, kind in ((turn.prompt_ids, "<i4"), (turn.token_ids, "<i4"), (turn.logprobs, "<f4"))
-    )
     what = (place, sample, turn.number, turn.request, turn.branch, turn.kept)
-    return (*what, *blobs, json.dumps(turn.versions), turn.finish_reason)
+    return (*what, pieces.to_blob(turn.prompt_ids, "<i4"), turn.finish_reason, _tokens(turn))
 
 
-def turn_of(row: Sequence[Any]) -> Turn:
+def turn_of(row: Sequence[Any], sampled: SampledTokens) -> Turn:
     """The turn in a row of `SELECT_TURNS`."""
-    number, request, branch, kept, prompt_ids, token_ids, logprobs, versions, finish_reason = row
+    number, request, branch, kept, prompt_ids, finish_reason = row
     return Turn(
         number,
         request,
         branch,
         kept,
-        array("i", np.frombuffer(prompt_ids, "<i4").astype("i").tobytes()),
-        array("i", np.frombuffer(token_ids, "<i4").astype("i").tobytes()),
-        array("f", np.frombuffer(logprobs, "<f4").astype("f").tobytes()),
-        spans_of(versions),
+        pieces.ints(prompt_ids),
+        sampled.token_ids,
+        sampled.logprobs,
+        sampled.versions,
         finish_reason,
+        recorded=len(sampled.token_ids),
     )
 
 

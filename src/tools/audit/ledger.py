@@ -204,6 +204,7 @@ def _is_whole(sample: Row) -> bool:
         and sample["finish_reason"] is not None
         and sample["reward"] is not None
         and sample["tokens"] == sample["logprobs"] == covered
+        and sample["noted"] in (None, covered)
     )
 
 
@@ -272,6 +273,8 @@ def check_turns(ledger: LedgerContent, report: Report) -> None:
         covered = sum(end - start for _, start, end in turn["versions"])
         if not turn["tokens"] == turn["logprobs"] == covered:
             report.broken("turn", f"{which}: tokens without a logprob or a policy version", turn)
+        if turn["noted"] not in (None, turn["tokens"]):
+            report.broken("turn", f"{which}: has {turn['tokens']} tokens, and had {turn['noted']}", turn)
         branch = turn["place"], turn["sample"], turn["branch"]
         before = lengths.get(branch, 0)
         if turn["kept"] != before:
