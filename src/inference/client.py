@@ -15,8 +15,10 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 from httpx_aiohttp import HttpxAiohttpClient
 
+from cairn.inference.answers import read_answer
 from cairn.policy.errors import (
     RequestRefused,
     ServerAsleep,
@@ -25,61 +27,9 @@ from cairn.policy.errors import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.policy.generation import Generation, SamplingParams, ServedAdapter, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError
 from cairn.run.waiting import Backoff
-
-# What the server's answers to requests for tokens hold, and which policy each token comes from.
-
-
-def naming(adapter: ServedAdapter | None) -> dict[str, str]:
-    """What the body of a request has besides, to be answered from an adapter."""
-    return {} if adapter is None else {"model": adapter.name}
-
-
-def check_answered_by(adapter: ServedAdapter | None, answer: dict[str, Any]) -> None:
-    """Check that an answer comes from the adapter that its request has named.
-
-    Raises:
-        ValueError, KeyError: it comes from another, or does not say.
-    """
-    if adapter is not None and answer["model"] != adapter.name:
-        raise ValueError(f"an answer from {answer['model']} instead of {adapter.name}")
-
-
-def generation_spans(choice: dict[str, Any], adapter: ServedAdapter | None) -> list[VersionSpan]:
-    """Which policies the tokens of a choice come from.
-
-    Of an adapter's, vLLM tells the version of the weights beside it.
-    """
-    if adapter is not None:
-        return [VersionSpan(adapter.version, 0, len(choice["token_ids"]))] if choice["token_ids"] else []
-    return [VersionSpan(**span) for span in choice["weight_versions"] or []]
-
-
-def read_generation(choice: dict[str, Any], adapter: ServedAdapter | None) -> Generation:
-    """A choice of the server's answer.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is not whole: a token lacks its logprob or its version.
-    """
-    token_ids = choice["token_ids"]
-    logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    spans = generation_spans(choice, adapter)
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"{len(logprobs)} logprobs of {len(token_ids)} tokens")
-    covered = 0
-    for span in spans:
-        if span.start != covered:
-            raise ValueError(f"no weight version of token {covered}")
-        covered = span.end
-    if covered != len(token_ids):
-        raise ValueError(f"weight versions of {covered} tokens out of {len(token_ids)}")
-    stop = choice.get("stop_reason")
-    return Generation(
-        token_ids, logprobs, spans, choice["finish_reason"], stop if isinstance(stop, str) else None
-    )
-
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
 EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"
@@ -88,6 +38,8 @@ BUSY = (409, 429, 503)
 """Status codes after which a request is sent again; 409: another update of the weights is open."""
 
 
+TIMED_TOKENS = 512
+"""For so many tokens that an answer may have, the client's timeout is waited once."""
 ASLEEP = "the server is asleep"
 """How the reason begins that a sleeping server gives for its refusals, all with code 503."""
 
@@ -172,7 +124,7 @@ class InferenceClient:
     Args:
         url: Such as `http://127.0.0.1:8000`.
         token: The server's token; default: `token_for(url)`, looked up when it is first needed.
-        timeout: Longest wait for one answer, in seconds.
+        timeout: Longest wait for one answer, in seconds; for tokens, as many for each `TIMED_TOKENS` of them.
         timeout_setting: What a user sets to wait longer, for the message.
         retry_for: How long an unreachable server is retried before `ServerUnavailable`, in seconds.
     """
@@ -235,7 +187,7 @@ class InferenceClient:
         Raises:
             ServerUnavailable: the server does not answer.
         """
-        return self._status(await self._request("GET", "/cairn/status"))
+        return self._status(await self._ask("GET", "/cairn/status"))
 
     def _status(self, answer: dict[str, Any]) -> ServerStatus:
         with self._expecting("a status", answer):
@@ -258,9 +210,7 @@ class InferenceClient:
             Unauthorized: the token is missing or wrong.
         """
         body = {"path": os.path.abspath(path), "version": version, "keep_cache": keep_cache}
-        status = self._status(
-            await self._request("POST", "/cairn/update_weights", _json(body), protected=True)
-        )
+        status = self._status(await self._ask("POST", "/cairn/update_weights", _json(body), protected=True))
         if status.weight_version != version:
             raise ServerUnavailable(
                 f"{self.url} reports weights {status.weight_version!r} after a push of {version!r}"
@@ -276,7 +226,7 @@ class InferenceClient:
             ServerUnavailable: the server does not answer, or can't sleep.
             Unauthorized: the token is missing or wrong.
         """
-        return self._status(await self._request("POST", "/cairn/sleep", protected=True))
+        return self._status(await self._ask("POST", "/cairn/sleep", protected=True))
 
     async def wake(self) -> ServerStatus:
         """Have a sleeping server go on, from the weights that it had; one that is awake stays so.
@@ -285,7 +235,7 @@ class InferenceClient:
             ServerUnavailable: the server does not answer, or can't wake up.
             Unauthorized: the token is missing or wrong.
         """
-        return self._status(await self._request("POST", "/cairn/wake", protected=True))
+        return self._status(await self._ask("POST", "/cairn/wake", protected=True))
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight that the server computes with, by vLLM's name for it.
@@ -294,7 +244,7 @@ class InferenceClient:
             ServerUnavailable: the server does not answer.
             Unauthorized: the token is missing or wrong.
         """
-        answer = await self._request("POST", "/weight_checker", _json({"action": "checksum"}), protected=True)
+        answer = await self._ask("POST", "/weight_checker", _json({"action": "checksum"}), protected=True)
         with self._expecting("checksums", answer):
             return answer["checksums"]
 
@@ -330,13 +280,10 @@ class InferenceClient:
             del sampling["stop"]
         # While the server works, only the text of the request is held.
         request = {"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt}
-        answer = await self._request("POST", "/inference/v1/generate", _json(request | naming(adapter)))
-        with self._expecting(f"{params.n} choices", answer):
-            check_answered_by(adapter, answer)
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if len(choices) != params.n:
-                raise ValueError(f"{len(choices)} choices")
-            return [read_generation(choice, adapter) for choice in choices]
+        content = await self._tokens(request, adapter, max(1.0, params.max_tokens / TIMED_TOKENS))
+        with self._expecting(f"{params.n} choices", content):
+            answer = read_answer(content, adapter, params.n)
+            return [choice.generation(adapter) for choice in answer.choices]
 
     async def score(
         self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None
@@ -349,36 +296,47 @@ class InferenceClient:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
-        answer = await self._request("POST", "/inference/v1/generate", _json(body | naming(adapter)))
-        with self._expecting("prompt logprobs", answer):
-            found = answer["prompt_logprobs"][1:]
+        content = await self._tokens(body, adapter, 1.0)
+        with self._expecting("prompt logprobs", content):
+            answer = read_answer(content, adapter, 1)
             logprobs = [
-                float(at[str(token)]["logprob"]) for token, at in zip(token_ids[1:], found, strict=True)
+                (found or {})[str(token)].logprob
+                for token, found in zip(token_ids[1:], (answer.prompt_logprobs or [])[1:], strict=True)
             ]
-            check_answered_by(adapter, answer)
-            (choice,) = answer["choices"]
-            spans = generation_spans(choice, adapter)
+            spans = answer.choices[0].spans(adapter)
         if any(span.version != version for span in spans):
             raise ServerUnavailable(f"{self.url} scored with weights {spans}, not {version!r}")
         return logprobs
 
-    async def _request(
+    async def _tokens(self, request: dict[str, Any], adapter: ServedAdapter | None, times: float) -> bytes:
+        """The answer to a request for tokens, from an adapter if there is one, in so many times `timeout`."""
+        named = request if adapter is None else request | {"model": adapter.name}
+        return await self._request("POST", "/inference/v1/generate", _json(named), times=times)
+
+    async def _ask(
         self, method: str, path: str, body: bytes | None = None, protected: bool = False
     ) -> dict[str, Any]:
-        """One call, retried while the server is unreachable. All calls are safe to repeat."""
-        end = time.monotonic() + self.retry_for
+        """One call whose answer is a JSON object."""
+        content = await self._request(method, path, body, protected)
+        with self._expecting("JSON", content):
+            return json.loads(content)
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None, protected: bool = False, times: float = 1.0
+    ) -> bytes:
+        """The answer to one call, retried while the server is unreachable. All calls are safe to repeat."""
+        end, timeout = time.monotonic() + self.retry_for, times * self.timeout
         backoff = Backoff()
         while True:
             backoff.grow()
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(timeout):
                     response = await self._send(method, path, body, protected)
                 if response.status_code not in BUSY or time.monotonic() + backoff.seconds > end:
                     return self._answer(response)
             except TimeoutError:
                 raise ServerUnavailable(
-                    f"{self.url}{path}: no answer within {self.timeout:g} s "
-                    f"({self.timeout_setting} allows more)"
+                    f"{self.url}{path}: no answer within {timeout:g} s ({self.timeout_setting} allows more)"
                 ) from None
             except httpx.TransportError as error:
                 if time.monotonic() + backoff.seconds > end:
@@ -401,10 +359,9 @@ class InferenceClient:
                 return response
             self._token, known = None, False  # the server may have been restarted with another
 
-    def _answer(self, response: httpx.Response) -> dict[str, Any]:
+    def _answer(self, response: httpx.Response) -> bytes:
         if response.status_code == 200:
-            with self._expecting("JSON", response.text):
-                return response.json()
+            return response.content
         try:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -431,7 +388,7 @@ class InferenceClient:
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            shown = str(answer)[:200]
+            shown = answer[:200].decode(errors="replace") if isinstance(answer, bytes) else str(answer)[:200]
             raise ServerUnavailable(
                 f"{self.url} answered with something else than {what} ({error!r}): {shown}"
             ) from error
@@ -444,4 +401,4 @@ class InferenceClient:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return msgspec.json.encode(value)

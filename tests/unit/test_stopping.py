@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from templates import write_chat
 
 from cairn.config.environment import EvalConfig, MixedEnvironmentConfig, SamplingConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.inference.client import read_generation
+from cairn.inference.answers import Continuation
 from cairn.orchestrator.completion.chat import ChatFormat, Stopped, StopWatch, shown_text, stopped_at_its_end
 from cairn.orchestrator.completion.completers import ProgramRunner
 from cairn.orchestrator.completion.conversation import Conversation
@@ -164,12 +165,16 @@ def test_which_stop_strings_count_where():
 
 def test_how_the_server_says_what_ended_an_answer():
     choice = {
-        "token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop",
+        "index": 0, "token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop",
         "weight_versions": [{"version": "v", "start": 0, "end": 1}],
     }  # fmt: skip
-    assert read_generation(choice, None).stop is None
-    assert read_generation({**choice, "stop_reason": 7}, None).stop is None
-    assert read_generation({**choice, "stop_reason": "</search>"}, None).stop == "</search>"
+
+    def stop(**reason: Any) -> str | None:
+        return msgspec.convert({**choice, **reason}, Continuation).generation(None).stop
+
+    assert stop() is None
+    assert stop(stop_reason=7) is None
+    assert stop(stop_reason="</search>") == "</search>"
 
 
 # In rollouts
@@ -372,7 +377,7 @@ def test_requests_without_stop_strings_are_what_they_were():
 
             async def answer(method: str, path: str, content: bytes, **_: Any) -> Any:
                 bodies.append(json.loads(content)["sampling_params"])
-                return {"choices": []}
+                return b'{"choices": []}'
 
             client._request = answer  # type: ignore[method-assign]
             with pytest.raises(Exception, match="0 choices"):

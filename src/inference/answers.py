@@ -1,0 +1,93 @@
+"""What a server's answers to requests for tokens hold, and which policy each token comes from.
+
+Of each token vLLM sends about 140 bytes, of which 8 are used. So answers are read as these types, and what
+they do not name is skipped.
+"""
+
+import msgspec
+
+from cairn.policy.generation import Generation, ServedAdapter, VersionSpan
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """The natural logarithm of a token's probability."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """Those of the sampled tokens."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class Continuation(msgspec.Struct):
+    """One continuation of the prompt."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+    stop_reason: int | str | None = None
+
+    def spans(self, adapter: ServedAdapter | None) -> list[VersionSpan]:
+        """Which policies the tokens come from.
+
+        Of an adapter's, vLLM tells the version of the weights beside it.
+        """
+        if adapter is not None:
+            return [VersionSpan(adapter.version, 0, len(self.token_ids))] if self.token_ids else []
+        return self.weight_versions or []
+
+    def generation(self, adapter: ServedAdapter | None) -> Generation:
+        """The continuation.
+
+        Raises:
+            ValueError: it is not whole: a token lacks its logprob or its version.
+        """
+        content = (self.logprobs and self.logprobs.content) or []
+        if len(content) != len(self.token_ids):
+            raise ValueError(f"{len(content)} logprobs of {len(self.token_ids)} tokens")
+        spans, covered = self.spans(adapter), 0
+        for span in spans:
+            if span.start != covered:
+                raise ValueError(f"no weight version of token {covered}")
+            covered = span.end
+        if covered != len(self.token_ids):
+            raise ValueError(f"weight versions of {covered} tokens out of {len(self.token_ids)}")
+        logprobs = [token.logprob for token in content]
+        stop = self.stop_reason if isinstance(self.stop_reason, str) else None
+        return Generation(self.token_ids, logprobs, spans, self.finish_reason, stop)
+
+
+class ServerAnswer(msgspec.Struct):
+    """An answer to a request. prompt_logprobs: by token, None for the first one; if they were asked for."""
+
+    choices: list[Continuation]
+    model: str | None = None
+    prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+
+
+_DECODER = msgspec.json.Decoder(ServerAnswer)
+
+
+def read_answer(content: bytes, adapter: ServedAdapter | None, choices: int) -> ServerAnswer:
+    """An answer with so many choices, which are put in order.
+
+    Args:
+        adapter: what the request has named.
+
+    Raises:
+        ValueError: it is none, has another number of choices, or comes from something else than the adapter.
+    """
+    try:
+        answer = _DECODER.decode(content)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    if adapter is not None and answer.model != adapter.name:
+        raise ValueError(f"an answer from {answer.model} instead of {adapter.name}")
+    if len(answer.choices) != choices:
+        raise ValueError(f"{len(answer.choices)} choices")
+    answer.choices.sort(key=lambda choice: choice.index)
+    return answer
