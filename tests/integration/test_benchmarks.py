@@ -109,6 +109,13 @@ def test_rl():
 
 
 @pytest.mark.soak
+def test_orchestrator():
+    (row,) = report("orchestrator")["lengths"]["2048"].values()
+    assert row["cairn"].keys() == {"tokens_per_cpu_s", "tokens_per_s", "chunk_ms", "ledger_bytes_per_token"}
+    assert row["cairn"]["ledger_bytes_per_token"] > 8  # an id and a logprob
+
+
+@pytest.mark.soak
 def test_weights():
     (run,) = report("weights")["runs"]
     assert all(len(times) == run["repeats"] for times in run["all"].values())
