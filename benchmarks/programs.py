@@ -89,7 +89,13 @@ class Servers:
         self.all_wait = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Collection[str],
+        began: str | None = None,
     ) -> list[Generation]:
         """After about the same time each."""
         self.requests += 1

@@ -127,6 +127,8 @@ class Servers:
     """Where each request's seed is written, from whichever process."""
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
     """Seed and context of each request that was answered; a process that ends cuts off those in flight."""
+    began: list[str | None] = field(default_factory=list)
+    """The policy that each of these is said to go on from."""
     keep: bool = True
 
     async def serve(self, folder: str, version: str, **_: object) -> None:
@@ -139,7 +141,13 @@ class Servers:
         pass
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Collection[str],
+        began: str | None = None,
     ) -> list[Generation]:
         assert params.n == 1
         if self.log:
@@ -148,6 +156,7 @@ class Servers:
         await asyncio.sleep(self.pause())
         if self.keep:
             self.asked.append((params.seed or 0, list(prompt_ids)))
+            self.began.append(began)
         # Whether an answer goes on depends on all of it, so that pieces add up to what one request had given.
         draw = (params.seed or 0) + sum(prompt_ids)
         length = 1 + draw % self.longest

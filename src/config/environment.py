@@ -50,8 +50,14 @@ class SamplingConfig(BaseConfig):
     """Maximum tokens of an answer."""
     stop: list[str] = []
     """Texts at which an answer ends, such as </search>; the tokens that write them are learned as sampled."""
-    chunk_tokens: int = Field(default=512, ge=1)
-    """Tokens per request: after a crash, an answer continues from its last complete piece of this size."""
+    chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per request; a crash loses an answer's last, unfinished piece (default: 512, on GPUs 8192)."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per request, once the configuration is settled."""
+        assert self.chunk_tokens is not None, "the configuration is settled"
+        return self.chunk_tokens
 
     @field_validator("stop", mode="before")
     @classmethod

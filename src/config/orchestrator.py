@@ -76,7 +76,7 @@ class OrchestratorConfig(SharedConfig):
     server_timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for servers to become healthy (default: 300, or 1800 for servers on GPUs)."""
     request_timeout: float = Field(default=600, gt=0)
-    """Seconds to wait for an answer, including retries of failed requests."""
+    """Seconds to wait for a server, and for an answer as many for each 512 tokens that it may have."""
     version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy."""
     teachers: dict[str, str] = {}
@@ -85,8 +85,10 @@ class OrchestratorConfig(SharedConfig):
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
+        sampling = self.sampling.left_to(chunk_tokens=8192 if gpu_servers else 512)
+        settled = self.model_copy(update={"sampling": sampling})
         in_flight = IN_FLIGHT * max(1, len(self.inference_url))
-        return self.left_to(max_in_flight=in_flight, server_timeout=1800.0 if gpu_servers else 300.0)
+        return settled.left_to(max_in_flight=in_flight, server_timeout=1800.0 if gpu_servers else 300.0)
 
     def of_environments(self) -> list[Self]:
         """For each environment, the settings by which it is asked and its prompts are answered."""

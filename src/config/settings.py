@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -202,6 +202,10 @@ class BaseConfig(BaseModel):
     unlisted: ClassVar[frozenset[str]] = frozenset()
     """Fields that --help and hints leave out: they allow a single value, have a newer name, or are set by
     another setting."""
+
+    def left_to(self, **values: Any) -> Self:
+        """With these values where none is set."""
+        return self.model_copy(update={key: values[key] for key in values if getattr(self, key) is None})
 
     @model_validator(mode="before")
     @classmethod

@@ -36,10 +36,6 @@ class CommandConfig(BaseConfig):
         """
         return self
 
-    def left_to(self, **values: Any) -> Self:
-        """With these values where none is set."""
-        return self.model_copy(update={key: values[key] for key in values if getattr(self, key) is None})
-
 
 class SharedConfig(CommandConfig):
     """Settings that the roles of a run share; in an RL run they are given once, for all roles."""

@@ -16,12 +16,22 @@ class GeneratingServers(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Collection[str],
+        began: str | None = None,
     ) -> list[Generation]:
         """`params.n` continuations whose tokens all come from one of `versions`.
 
         Requests of the same `affinity` share a prefix and go to one server, for its prefix cache. `versions`
         may change during the call; its content when the answer arrives decides.
+
+        Args:
+            began: the policy that has sampled the first of the tokens in `prompt_ids`, if any were sampled;
+                an answer that goes on may take up keys and values that were made under it.
         """
         ...
 

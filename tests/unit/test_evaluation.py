@@ -42,7 +42,7 @@ class Noting(Servers):
     """Seeds of the evaluations' first pieces."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Any
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Any, began=None
     ):
         answers = await super().generate(prompt_ids, params, affinity=affinity, versions=versions)
         steps = {PolicyName.parse(span.version).step for one in answers for span in one.weight_versions}

@@ -88,7 +88,9 @@ class Servers:
         if PolicyName.parse(self.served).step == self.disagrees_at:
             raise ServerDisagrees("the logprobs differ")
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions):
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions, began=None
+    ):
         assert self.served, "asked before there was a policy"
         self.asked.append((affinity, params.seed, len(prompt_ids)))
         while self.stuck:
@@ -614,7 +616,9 @@ class Held(Servers):
             await asyncio.Event().wait()
         await super().serve(folder, version, **how)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions):
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions, began=None
+    ):
         if PolicyName.parse(self.served).step == 3 and affinity % 2:
             self.held = True
             await asyncio.Event().wait()

@@ -31,6 +31,7 @@ from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.prompts.prompts import Prompts
 from cairn.orchestrator.rollout_log import rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
+from cairn.policy.generation import Generation
 from cairn.run.errors import UsageError
 
 MODEL = REPOSITORY / CONFIGS / "model"
@@ -139,6 +140,30 @@ def test_a_program_is_interrupted_at_every_call(calm: tuple[AnswerGroup, Servers
     assert Counter(map(tuple, visits)).most_common(1)[0][1] == 1
     assert len(visits) == 2 * 4
     assert [rollout.diverged for rollout in found.rollouts] == [0, 0]
+
+
+class Updated(Servers):
+    """Has another policy with each request."""
+
+    async def generate(self, *what: Any, **how: Any) -> list[Generation]:
+        self.version = f"run:branch_1:{len(self.asked)}"
+        return await super().generate(*what, **how)
+
+
+def test_requests_say_which_policy_the_conversation_began_with(tmp_path: Path):
+    """For the servers' caches; also those of a process that has found the first turns in the ledger."""
+    servers = Updated()
+    one = runner(tmp_path / "run", Errands(4), servers)
+    one.ledger.left = 5
+    with pytest.raises(Power):
+        complete(one)
+    before = len(servers.began)
+    group = complete(runner(tmp_path / "run", Errands(4), servers))
+    first = [rollout.turns[0].versions[0][0] for rollout in group.rollouts]
+    lengths = [len(context) for _, context in servers.asked]
+    assert [began is None for began in servers.began] == [length == min(lengths) for length in lengths]
+    assert {*servers.began} - {None} == {*first}
+    assert {*servers.began[before:]} & {*first}
 
 
 def test_samples_are_the_very_tokens_that_were_seen_and_sampled(calm: tuple[AnswerGroup, Servers]):

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,18 @@ class Server:
     tells: bool = True
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Tokens given and asked for, of each request."""
+    began: list[str | None] = field(default_factory=list)
+    """The policy that each is said to go on from."""
 
     @property
     def max_model_len(self) -> int | None:
         return self.context if self.tells else None
 
-    async def generate(self, token_ids: list[int], params: SamplingParams, **_: Any) -> list[Generation]:
+    async def generate(
+        self, token_ids: list[int], params: SamplingParams, *, began: str | None = None, **_: Any
+    ) -> list[Generation]:
         max_tokens = params.max_tokens
+        self.began.append(began)
         self.asked.append((len(token_ids), max_tokens))
         if len(token_ids) >= self.context or max_tokens < 1:
             raise ValueError(f"400: The decoder prompt (length {len(token_ids)}) plus ... {max_tokens}")
@@ -117,6 +122,20 @@ def test_an_answer_ends_where_the_servers_context_does(tmp_path: Path, context: 
     assert max(given for given, _ in server.asked) < PROMPT + longest
     if tells:
         assert all(given + asked <= context for given, asked in server.asked)
+
+
+def test_pieces_say_which_policy_their_answer_began_with(tmp_path: Path):
+    """Whichever has sampled the piece before, and whoever goes on with it."""
+    server, generate = Server(100), Server.generate
+
+    async def updated(*what: Any, **how: Any) -> list[Generation]:
+        found = await generate(server, *what, **how)
+        spans = [VersionSpan(f"run:branch_1:{len(server.began)}", 0, len(found[0].token_ids))]
+        return [replace(one, weight_versions=spans) for one in found]
+
+    server.generate = updated
+    complete(sampler(tmp_path, server, Hills()))
+    assert server.began == [None, *["run:branch_1:1"] * 8]  # the first piece of two answers, and four of each
 
 
 def test_an_answer_that_ends_by_itself_has_the_context_to_itself(tmp_path: Path):

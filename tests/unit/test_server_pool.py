@@ -142,7 +142,7 @@ class FakeServer:
         self.scores += 1
         tokens = [{str(token): {"logprob": -1.0 - wrong}} for token in body["token_ids"]]
         span = {"version": self.version, "start": 0, "end": 1}
-        choice = {"weight_versions": [span], "token_ids": [0]}
+        choice = {"index": 0, "weight_versions": [span], "token_ids": [0], "finish_reason": "length"}
         return {"choices": [choice], "prompt_logprobs": [None, *tokens[1:]], "model": body.get("model")}
 
     def choices(self, body: dict) -> list[dict]:
@@ -189,9 +189,12 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-def ask(pool: ServerPool, group: int, versions: tuple[str, ...] = ("v1",), n: int = 1) -> asyncio.Task:
+def ask(
+    pool: ServerPool, group: int, versions: tuple[str, ...] = ("v1",), n: int = 1, began: str | None = None
+) -> asyncio.Task:
     params = SamplingParams(max_tokens=4, n=n, seed=3)
-    return asyncio.create_task(pool.generate([group], params, affinity=group, versions=versions))
+    asking = pool.generate([group], params, affinity=group, versions=versions, began=began)
+    return asyncio.create_task(asking)
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -382,7 +385,7 @@ async def silence(path: str, body: dict) -> Answer | None:
 
 FAULTS = {
     "error": (error, "answered 500: broken"),
-    "garbage": (garbage, "something else than JSON.*not JSON"),
+    "garbage": (garbage, "something else than 1 choices.*not JSON"),
     "other JSON": (other_json, "something else than 1 choices"),
     "too few": (too_few, "something else than 1 choices.*0 choices"),
     "lost logprob": (lost_logprob, "1 logprobs of 2 tokens"),
@@ -667,6 +670,40 @@ async def test_a_cache_is_kept_only_where_the_run_s_own_weights_have_made_it():
         assert fake.pushed == ["v1", "v2", "v2"]
         assert fake.kept_cache == [False, True, False]
         assert set(fake.salts) == {"v1", "v2"}
+
+
+@in_loop
+async def test_answers_that_go_on_find_what_they_left_in_a_cache_that_is_kept():
+    """And in no other; new ones never find what earlier weights have left."""
+    for keep, salts in ((True, ["v1", "v1", "v2"]), (False, ["v1", "v2", "v2"])):
+        async with servers(1, keep_cache=keep) as (pool, (fake,)):
+            await pool.serve("/w", "v1")
+            await ask(pool, 1)
+            await pool.serve("/w", "v2")
+            await ask(pool, 1, ("v1", "v2"), began="v1")
+            await ask(pool, 2, ("v1", "v2"))
+            assert fake.kept_cache == [False, keep]
+            assert fake.salts == salts
+
+
+@in_loop
+async def test_a_long_answer_has_longer_to_arrive():
+    """As many times the timeout as it may have 512 tokens; a short one has it once."""
+    fake = FakeServer()
+    await fake.start()
+
+    async def late(path: str, body: dict) -> Answer | None:
+        if path.endswith("generate"):
+            await asyncio.sleep(0.2)
+        return None
+
+    fake.fault = late
+    async with InferenceClient(fake.url, token="t", timeout=0.1, retry_for=0) as client:
+        with pytest.raises(ServerUnavailable, match=r"no answer within 0.1 s"):
+            await client.generate([1], SamplingParams(max_tokens=512, seed=1))
+        (answer,) = await client.generate([1], SamplingParams(max_tokens=512 * 100, seed=1))
+        assert answer.token_ids == [1, 1]
+    await fake.die()
 
 
 @in_loop

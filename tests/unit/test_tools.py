@@ -52,7 +52,13 @@ class Script(Servers):
         return self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Collection[str],
+        began: str | None = None,
     ) -> list[Generation]:
         self.asked.append((params.seed or 0, list(prompt_ids)))
         text = self.chat.full_text(list(prompt_ids))

@@ -86,7 +86,7 @@ class PoolSettings:
     """Durations are in seconds."""
 
     timeout: float = 600.0
-    """Longest wait for one answer of one server."""
+    """Longest wait for one answer of one server; see `InferenceClient`."""
     retry_for: float = 600.0
     """How long after its first failure a request goes on to be tried, and how long `serve` waits for any
     server."""

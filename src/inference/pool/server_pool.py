@@ -48,6 +48,7 @@ class ServerPool:
     ):
         settings = settings or PoolSettings()
         self._retry_for = settings.retry_for
+        self._keep_cache = settings.keep_cache
         self._counts = Counts()
         self._homes: OrderedDict[int, str] = OrderedDict()
         self._membership = Membership(
@@ -205,13 +206,23 @@ class ServerPool:
         )
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Collection[str],
+        began: str | None = None,
     ) -> list[Generation]:
         """Sample `params.n` continuations of `prompt_ids`, each token from one of `versions`.
 
         The request is sent again, to another server if there is one, when a server dies, hangs, fails, or
         answers from other weights; with a seed the answer is the same. Requests with the same `affinity` go
         to the same server, which has their prompt in its cache, unless it has more to do than another one.
+
+        Args:
+            began: the version that the first sampled tokens in `prompt_ids` come from, if there are any. With
+                `keep_cache`, the answer goes on from the keys and values that are there of it.
 
         Raises:
             ServerUnavailable: no server has answered `retry_for` seconds after the first failure.
@@ -225,7 +236,7 @@ class ServerPool:
             member = await self._pick(affinity, versions, end)
             pushes = member.pushes
             try:
-                generations = await self._ask(member, prompt_ids, params)
+                generations = await self._ask(member, prompt_ids, params, began)
             except ServerUnavailable as error:
                 self._membership.lose(member, str(error))
                 end = min(end, time.monotonic() + self._retry_for)
@@ -314,15 +325,17 @@ class ServerPool:
         return chosen
 
     async def _ask(
-        self, member: Member, prompt_ids: Sequence[int], params: SamplingParams
+        self, member: Member, prompt_ids: Sequence[int], params: SamplingParams, began: str | None
     ) -> list[Generation]:
         """Ask one server once.
 
         Raises:
             ServerUnavailable: it failed, or cut the answer short because it is stopping.
         """
-        # The salt keeps prompts from what earlier weights have left in the prefix cache.
-        asking = member.client.generate(prompt_ids, params, cache_salt=member.version, adapter=member.adapter)
+        # The salt keeps prompts from what earlier weights have left in the prefix cache, apart from answers
+        # that go on from it: they find there what their earlier pieces have left.
+        salt = began if began is not None and self._keep_cache else member.version
+        asking = member.client.generate(prompt_ids, params, cache_salt=salt, adapter=member.adapter)
         request = asyncio.create_task(asking)
         member.requests.add(request)
         member.sequences += params.n

@@ -45,6 +45,10 @@ REASONS: Mapping[str, Mapping[Any, str] | str] = {
     },
     "startup_timeout": {300.0: "for servers on CPUs", 1800.0: "compiling and large models take minutes"},
     "server_timeout": {300.0: "for servers on CPUs", 1800.0: "servers on GPUs may take minutes to start"},
+    "sampling.chunk_tokens": {
+        512: "a server on CPUs takes a while for more, which a crash would lose",
+        8192: "servers on GPUs need few requests to keep busy, and each piece is prefilled anew",
+    },
     "max_in_flight": f"{IN_FLIGHT} for each server, whose cache of keys and values holds about as many",
     "tensor_parallel": {1: "a copy of the model on each GPU, or on the CPU"},
     "servers": {1: "one is enough on CPUs, and for trainer and server that take turns"},

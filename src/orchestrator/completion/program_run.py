@@ -116,6 +116,8 @@ class ProgramRun:
         self._generating: set[asyncio.Task[Any]] = set()
         """What the model is being asked."""
         self._conversation = Conversation(runner.chat, self._branch, parser)
+        self._began: dict[int, str] = {}
+        """By branch, the policy that has sampled its first token."""
         self._last: Reply | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.deadline = ProgramDeadline(runner.config.reward_timeout)
@@ -325,6 +327,8 @@ class ProgramRun:
             except BaseException as error:
                 self._give_up(error)
             self._count_answered()
+            if turn.began is not None:
+                self._began.setdefault(turn.branch, turn.began)
             if sampled:
                 await self.runner.pacing.turn()
         stopped = stopped_at_its_end(self.runner.chat, strings, turn.token_ids, turn.finish_reason)
@@ -380,8 +384,8 @@ class ProgramRun:
                 self._too_long = len(context.token_ids)
             turn.finish_reason = "length"
         else:
-            chunk, within = divmod(done, config.sampling.chunk_tokens)
-            asked = min(config.sampling.chunk_tokens - within, longest - done)
+            chunk, within = divmod(done, config.sampling.chunk)
+            asked = min(config.sampling.chunk - within, longest - done)
             which = [chunk, within] if within else [chunk]
             purpose = "sample", self.group.place, self.group.policy_step, self.sample, turn.number, *which
             params = SamplingParams(
@@ -399,6 +403,7 @@ class ProgramRun:
                     params,
                     affinity=self.group.place,
                     versions=self.runner.versions,
+                    began=self._began.get(turn.branch, turn.began),
                 )
             except RequestRefused as error:
                 raise PromptRefused(

@@ -93,7 +93,7 @@ class Sampler(Completer[Single]):
             if done >= self._longest(group):  # a server with a smaller context has joined
                 rollout.finish_reason = "length"
                 break
-            seed = self._seed(group, *divmod(done, self.config.sampling.chunk_tokens)) + i
+            seed = self._seed(group, *divmod(done, self.config.sampling.chunk)) + i
             await self._sample(group, {i: watch}, seed)
 
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
@@ -169,8 +169,8 @@ class Sampler(Completer[Single]):
             watches: by number of the answer; each has seen its tokens so far.
         """
         numbers = list(watches)
-        so_far = group.rollouts[numbers[0]].token_ids
-        longest, piece = self._longest(group), self.config.sampling.chunk_tokens
+        first = group.rollouts[numbers[0]]
+        so_far, longest, piece = first.token_ids, self._longest(group), self.config.sampling.chunk
         asked = min(piece - len(so_far) % piece, longest - len(so_far))
         params = SamplingParams(
             max_tokens=asked,
@@ -182,7 +182,11 @@ class Sampler(Completer[Single]):
         )
         try:
             pieces = await self.servers.generate(
-                [*group.prompt_ids, *so_far], params, affinity=group.place, versions=self.versions
+                [*group.prompt_ids, *so_far],
+                params,
+                affinity=group.place,
+                versions=self.versions,
+                began=first.began,
             )
         except RequestRefused as error:
             about = f"environment {self.config.environment.called!r}, problem {group.problem}"
