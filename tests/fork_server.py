@@ -45,6 +45,7 @@ HERE = Path(__file__)
 PRELOADED = ("torch", "transformers", "pyarrow.parquet")
 NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
 """What the modules of ours have in them that do something when they are imported, or import vLLM."""
+IMPORTS_OURS = re.compile(r"(?:from|import) cairn\b")
 PREFLIGHT = "launch.plan.preflight"
 WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
@@ -103,7 +104,7 @@ class ForkServer:
         if program[1:2] == ["-m"] and len(program) > 2:
             return program[2].removeprefix("cairn.") in FORKED
         if program[1:2] == ["-c"]:
-            return "from cairn." in program[2]
+            return bool(IMPORTS_OURS.search(program[2]))
         return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:

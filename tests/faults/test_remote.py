@@ -16,6 +16,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import draws
 import pytest
 from runs import (
     CONFIGS,
@@ -38,6 +39,7 @@ from cairn.remote import Objects, RemoteStore
 from cairn.run.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
+SOAK = pytest.mark.soak
 
 END = 60
 SHORT = ("--seq-len", 32, "--micro-batch-size", 2, "--data.batch-size", 32)
@@ -51,6 +53,8 @@ POINTS = (
     "remote.done:kill",
     "remote.uncommitted:kill",
 )
+AFTER_A_COMMIT = POINTS[3:]
+"""Points that an uploader reaches when a step is committed, or one is deleted for that."""
 
 
 class Store:
@@ -195,13 +199,20 @@ def test_uploaders_that_are_killed_leave_whole_steps_only(store: Store, tmp_path
     assert len(rows(run)) == END
 
 
-def test_machines_that_are_lost_at_every_point_of_an_upload(store: Store, straight: Path, tmp_path: Path):
+@pytest.mark.parametrize("before", [*draws.cases(POINTS[:3], __name__, 1), pytest.param("", marks=SOAK)])
+def test_machines_that_are_lost_at_points_of_an_upload(
+    store: Store, straight: Path, tmp_path: Path, before: str
+):
     """The uploader is killed there, then the others, and every other time the disk is gone as well.
 
     No step is there that is not whole; the one that the uploader had begun is completed by
     the next machine; and the last one's run is the same bit for bit.
+
+    before: the point before a commit, which the commit draws; empty: all of them in one run.
     """
-    url, once, run = "s3://bucket/points", tmp_path / "once", tmp_path / "run_0"
+    prefix = f"points-{before}".replace(":", "-")
+    url, once, run = f"s3://bucket/{prefix}", tmp_path / "once", tmp_path / "run_0"
+    points = (before, *AFTER_A_COMMIT) if before else POINTS
     once.mkdir()
 
     def struck(running: Command, run: Path, seen: int) -> bool:
@@ -216,14 +227,14 @@ def test_machines_that_are_lost_at_every_point_of_an_upload(store: Store, straig
     remote = ("--ckpt.remote", url, "--ckpt.remote-keep-last", 1, "--max-steps", END, "--ckpt.resume", "auto")
     alone = ("--max-restarts", 0, *PATIENT)  # no other uploader goes on before the machine is lost
     seen = 0
-    for number, fault in enumerate(POINTS):
+    for number, fault in enumerate(points):
         store.network.mood = ("storm", "drops", None)[number % 3]
         (once / fault).touch()
         faults = {"CAIRN_FAULT": fault, "CAIRN_FAULT_ONCE": str(once)}
         with store.shell.start(*SFT, *remote, *alone, "--output-dir", run, environment=faults) as running:
             running.wait_until(partial(struck, running, run, seen))
         running.assert_nothing_survives()
-        newest = max(store.steps("points"), default=0)
+        newest = max(store.steps(prefix), default=0)
         assert seen <= newest < END
         assert (newest > seen) == ("done" in fault or "uncommitted" in fault), fault
         seen = newest
@@ -232,7 +243,7 @@ def test_machines_that_are_lost_at_every_point_of_an_upload(store: Store, straig
             run = tmp_path / f"run_{number}"
     store.network.mood = None
     finished = store.shell.succeed(*SFT, *remote, "--output-dir", run)
-    assert store.steps("points") == [END], finished
+    assert store.steps(prefix) == [END], finished
     whole_rows(run, END)
     assert_same_bits(tensors(step_folder(straight, END)), tensors(step_folder(run, END)))
     assert store.shell.run("ckpt", "audit", run).code == 0

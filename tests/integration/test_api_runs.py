@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,19 +74,12 @@ def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: S
             script.append(f"asyncio.run(cell({block!r}))")
         else:
             script.append(block.replace("    print(error)", "    mistake = str(error)\n    print(error)"))
-    path = tmp_path / "examples.py"
-    path.write_text("\n".join([*script, FACTS]))
-    done = subprocess.run(
-        [sys.executable, path],
-        cwd=tmp_path,
-        env=shell.environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("all facts hold\n")
-    assert re.search(r"<cairn\.Run '.*outputs/api': done, step 4>", done.stdout)
+    there = f"import os; os.chdir({str(tmp_path)!r})"
+    with shell.start("python", "-c", "\n".join([there, *script, FACTS])) as command:
+        finished = command.finish(2 * DEADLINE)
+    assert finished.code == 0, finished.output
+    assert "all facts hold\n" in finished.output
+    assert re.search(r"<cairn\.Run '.*outputs/api': done, step 4>", finished.output)
 
 
 def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(
