@@ -110,6 +110,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Maximum tokens of a row; samples are packed into rows, and longer samples are cut."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Rows of seq_len tokens (or shorter rows with as many tokens in all) per forward and backward pass."""
+    micro_batch_tokens: int | None = Field(default=None, ge=2)
+    """Tokens per forward and backward pass, in place of micro_batch_size; a longer sample has one alone."""
     optimizer: OptimizerConfig = AdamWConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     spike: SpikeConfig = SpikeConfig()
@@ -196,6 +198,20 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
         """With other sources of these models, by the column's name."""
+        return self
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a micro-batch, of which only a longer sample has more."""
+        return self.micro_batch_tokens or self.micro_batch_size * self.seq_len
+
+    @model_validator(mode="after")
+    def _one_size_of_micro_batches(self) -> "TrainerBase":
+        if self.micro_batch_tokens is not None and "micro_batch_size" in self.model_fields_set:
+            raise ValueError(
+                f"micro_batch_tokens = {self.micro_batch_tokens} and micro_batch_size = "
+                f"{self.micro_batch_size} both give the size of a micro-batch; leave one out"
+            )
         return self
 
     @model_validator(mode="after")

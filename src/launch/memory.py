@@ -68,6 +68,8 @@ def check_rank(rank: Need, config: TrainerBase, machine: Machine, flags: str = "
 def _fewer_activations(config: TrainerBase, flags: str) -> list[str]:
     """The settings that lower what activations take, unless they are as low as can be."""
     fewer = [f"a lower {flags}micro-batch-size"] if config.micro_batch_size > 1 else []
+    if config.micro_batch_tokens is not None and config.micro_batch_tokens > config.seq_len:
+        fewer = [f"a lower {flags}micro-batch-tokens"]
     fewer += [f"a lower {flags}seq-len"]
     return fewer + ([] if config.activation_checkpointing else [f"{flags}activation-checkpointing"])
 

@@ -140,7 +140,7 @@ def rank_need(
             MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
             for one in frozen
         ]
-    rows, tokens = max(config.micro_batch_size, config.together), config.seq_len
+    rows, tokens = max(-(-config.pass_tokens // config.seq_len), config.together), config.seq_len
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         layer = max(footprint.layers)

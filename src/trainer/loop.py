@@ -112,6 +112,7 @@ class Training:
             arrange=self.state.scorer.rows.arrange,
             mini_batches=self.task.mini_batches,
             updates=self.task.updates,
+            spread=self.group.device.type == "cuda",  # on CPUs, bits do not depend on the number of ranks
         )
 
     def run(self) -> Outcome:

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,7 @@ class BatchCounts:
     samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
     than a row; unlearned: samples of which nothing is learned; records: units of samples that stay together.
     computed: tokens that go through the model, with padding. lost: tokens to learn that were cut off.
+    work, room: the cost of all micro-batches, and what the ranks could compute meanwhile; see `work_of`.
     """
 
     samples: int
@@ -114,6 +115,13 @@ class BatchCounts:
     records: int = 0
     computed: int = 0
     lost: int = 0
+    work: float = 0
+    room: float = 0
+
+    @property
+    def busy_ranks(self) -> float:
+        """Share of the time, by cost, for which a rank computes and does not wait for another one."""
+        return self.work / self.room
 
     @classmethod
     def sum(cls, counts: "Iterable[BatchCounts]") -> "BatchCounts":
@@ -167,16 +175,24 @@ def make_rank_batch(
     arrange: Arrange | None = None,
     mini_batches: int = 1,
     updates: int = 1,
+    spread: bool = False,
 ) -> RankBatch:
     """Cut what is too long, pack (or arrange in rows otherwise), and count.
 
     Args:
+        spread: whether no rank is to be without work, where there are samples enough; how they are packed
+            then depends on the number of ranks, and sums differ in their last bits.
         mini_batches: parts to divide the batch into. Each takes every so many-th unit of samples, so that the
             answers to one prompt are spread over the parts.
         updates: of the weights; they go through the parts in turn.
     """
     together = batch.together
-    rows_of = arrange or shared_rows
+    how: dict[str, Any] = {
+        "row_length": config.seq_len,
+        "rows_each": config.micro_batch_size,
+        "tokens": config.micro_batch_tokens,
+        "arrange": arrange or shared_rows,
+    }
     mini_batches = max(1, min(mini_batches, len(batch.samples) // together))
     parts: list[UpdateBatch] = []
     for number in range(mini_batches):
@@ -185,13 +201,8 @@ def make_rank_batch(
         samples = [sample.cut(config.seq_len) for sample in whole]
         learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
         lengths = [len(sample.token_ids) for sample in samples]
-        groups = group_rows(
-            lengths,
-            row_length=config.seq_len,
-            rows_each=config.micro_batch_size,
-            arrange=rows_of,
-            together=together,
-        )
+        groups = group_rows(lengths, **how, together=together, ranks=world_size if spread else 1)
+        work, room = work_of(groups, lengths, world_size)
         micros = fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
         counts = BatchCounts(
             samples=len(samples),
@@ -202,16 +213,13 @@ def make_rank_batch(
             records=len(samples) // together,
             computed=sum(computed_tokens(group, samples) for group in groups),
             lost=sum(int(np.count_nonzero(sample.loss_mask[config.seq_len :])) for sample in whole),
+            work=work,
+            room=room,
         )
         parts.append(UpdateBatch(micros, counts, lengths))
     scored = (
         make_micro_batches(
-            [sample.cut(config.seq_len) for sample in batch.scored],
-            row_length=config.seq_len,
-            rows_each=config.micro_batch_size,
-            rank=rank,
-            world_size=world_size,
-            arrange=rows_of,
+            [sample.cut(config.seq_len) for sample in batch.scored], rank=rank, world_size=world_size, **how
         )
         if batch.scored
         else []
@@ -284,18 +292,32 @@ def make_micro_batches(
     rows_each: int,
     rank: int,
     world_size: int,
+    tokens: int | None = None,
     arrange: Arrange = shared_rows,
     together: int = 1,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a step, in which `group_rows` puts the samples."""
     lengths = [len(sample.token_ids) for sample in samples]
-    how = {"row_length": row_length, "rows_each": rows_each, "together": together}
+    how = {"row_length": row_length, "rows_each": rows_each, "tokens": tokens, "together": together}
     groups = group_rows(lengths, **how, arrange=arrange)
     return fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
 
 
+PAIR = 1 / 50_000
+"""Cost of a pair of tokens of one sample, where a token costs 1. For each token that a token looks at,
+attention takes about 1 / (12 H) of what the products with weights take in a model with H hidden units; here
+4096."""
+
+
 def group_rows(
-    lengths: list[int], *, row_length: int, rows_each: int, arrange: Arrange = shared_rows, together: int = 1
+    lengths: list[int],
+    *,
+    row_length: int,
+    rows_each: int,
+    tokens: int | None = None,
+    arrange: Arrange = shared_rows,
+    together: int = 1,
+    ranks: int = 1,
 ) -> list[Group]:
     """The rows of each micro-batch of a step, on whichever rank it runs.
 
@@ -306,18 +328,72 @@ def group_rows(
 
     Args:
         lengths: of the samples.
+        tokens: of a micro-batch, in place of `rows_each` rows; units with more have one alone.
         together: so many samples in a row are a unit, whose row may be as many times longer.
+        ranks: there are to be micro-batches for all of so many ranks each time, if there are rows enough.
     """
     units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
-    width = min(row_length * together, max(*map(sum, units), ROW_TOKENS))
-    blocks = arrange(units, width)
-    blocks.sort(key=lambda block: -sum(lengths[i] for row in block for i in row))
+    numbers = _numbered(units)
+    most = tokens or row_length * together
+
+    def arranged(chosen: Sequence[int], width: int) -> list[Group]:
+        flat = [i for unit in chosen for i in numbers[unit]]
+        blocks = arrange([units[unit] for unit in chosen], width)
+        return [[[flat[i] for i in row] for row in block] for block in blocks]
+
+    sizes = list(map(sum, units))
+    shared = [unit for unit, size in enumerate(sizes) if size <= most]
+    longest_first = sorted(set(range(len(units))) - set(shared), key=lambda unit: -sizes[unit])
+    alone = [[row for block in arranged([unit], sizes[unit]) for row in block] for unit in longest_first]
+    if not shared:
+        return alone
+    width = min(most, max(*(sizes[unit] for unit in shared), ROW_TOKENS))
+    blocks = arranged(shared, width)
+    pair = PAIR if ranks > 1 else 0.0
+    blocks.sort(key=lambda block: -_cost(block, lengths, pair))
     tallest = max(len(block) for block in blocks)
-    block_tokens = width if tallest == 1 else tallest * max(lengths)
-    count = -(-len(blocks) // max(rows_each * row_length // block_tokens, 1))
-    ends = [len(blocks) * (index + 1) // count for index in range(count)]
-    groups = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return [[row for block in group for row in block] for group in groups]
+    block_tokens = (
+        width if tallest == 1 else tallest * max(lengths[i] for b in blocks for row in b for i in row)
+    )
+    each = max((tokens or rows_each * row_length) // block_tokens, 1)
+    count = -(-(len(alone) - (-len(blocks) // each)) // ranks) * ranks - len(alone)
+    count = min(count, len(blocks))
+    if ranks == 1:
+        ends = [len(blocks) * (index + 1) // count for index in range(count)]
+        groups = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    else:
+        groups = _dealt(blocks, [_cost(block, lengths, pair) for block in blocks], count, each)
+    return [*alone, *([row for block in group for row in block] for group in groups)]
+
+
+def _cost(rows: Group, lengths: Sequence[int], pair: float) -> float:
+    """Of the samples in these rows: their tokens, and `pair` for each pair of tokens of a sample."""
+    return sum(lengths[i] + pair * lengths[i] ** 2 for row in rows for i in row)
+
+
+def _dealt(blocks: list[Group], costs: list[float], count: int, each: int) -> list[list[Group]]:
+    """The blocks, costliest first, in `count` groups of at most `each`, each to the one that costs least so
+    far (longest processing time, Graham 1969); the costliest group first."""
+    open_groups = [(0.0, number) for number in range(count)]
+    groups: list[list[Group]] = [[] for _ in range(count)]
+    total = [0.0] * count
+    for block, cost in zip(blocks, costs, strict=True):
+        _, number = heapq.heappop(open_groups)
+        groups[number].append(block)
+        total[number] += cost
+        if len(groups[number]) < each:
+            heapq.heappush(open_groups, (total[number], number))
+    return [groups[number] for number in sorted(range(count), key=lambda number: -total[number])]
+
+
+def work_of(groups: list[Group], lengths: Sequence[int], ranks: int) -> tuple[float, float]:
+    """What all micro-batches cost, and what the ranks could compute while the costliest of each round runs.
+
+    The ranks run in lockstep, since they gather weights from each other.
+    """
+    costs = [_cost(group, lengths, PAIR) for group in groups]
+    rounds = [costs[start : start + ranks] for start in range(0, len(costs), ranks)]
+    return sum(costs), sum(ranks * max(one) for one in rounds)
 
 
 def fill_groups(

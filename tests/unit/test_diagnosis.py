@@ -261,6 +261,12 @@ def evaluated(steps: int, every: int, result: Any, **how: Any) -> list[dict]:
             ["trainer 8 times", "outputs/rl/history.jsonl"],
         ),
         (
+            "idle ranks",
+            rows(8, busy_ranks=0.5),
+            {},
+            ["each rank waits 50 % of a step for others", "micro_batch_tokens"],
+        ),
+        (
             "slow saves",
             over(8, **{"time/save": lambda done: 3.0, "time/save_stall": lambda done: 0.4}),
             {},

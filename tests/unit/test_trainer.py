@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -42,14 +43,17 @@ from cairn.trainer.models.model import build_model, weights
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import (
+    PAIR,
     Arrange,
     BatchCounts,
     MicroBatch,
+    group_rows,
     make_micro_batches,
     make_rank_batch,
     one_a_row,
     pack,
     shared_rows,
+    work_of,
 )
 from cairn.trainer.publishing.publisher import VersionPublisher
 from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
@@ -137,6 +141,65 @@ def test_samples_that_belong_together_are_in_one_micro_batch(
             firsts = micro.input_ids.flatten()[micro.bounds[:-1].long()]
             found += [[int(firsts[i]) // 100 - 1 for i in unit] for unit in micro.units.tolist()]
     assert sorted(found) == [[i, i + 1] for i in range(0, len(samples), 2)]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    st.integers(60, 100),
+    st.none() | st.integers(2, 90),
+    st.integers(1, 8),
+    st.sampled_from([1, 2]),
+    st.sampled_from([shared_rows, one_a_row]),
+)
+def test_ranks_are_filled(
+    lengths: list[int], row_length: int, tokens: int | None, ranks: int, together: int, arrange: Arrange
+):
+    """Each sample is in one micro-batch with those that belong to it, none of which has more than
+    `micro_batch_tokens` unless it is one unit, and no rank is without one where there are rows enough."""
+    lengths = lengths * together
+    how = {"row_length": row_length, "rows_each": 1, "tokens": tokens, "arrange": arrange}
+    groups = group_rows(lengths, **how, together=together, ranks=ranks)
+    of_groups = [sorted(i for row in group for i in row) for group in groups]
+    assert sorted(itertools.chain.from_iterable(of_groups)) == list(range(len(lengths)))
+    for numbers, group in zip(of_groups, groups, strict=True):
+        assert {i // together for i in numbers} == {i // together for i in numbers[::together]}
+        padded = len(group) * max(sum(lengths[i] for i in row) for row in group)
+        assert padded <= max(tokens or 0, row_length * together) or len(numbers) == together
+    if len(groups) % ranks:
+        longest = tokens or row_length * together
+        assert all(len(g) <= together or sum(lengths[i] for r in g for i in r) > longest for g in groups)
+    work, room = work_of(groups, lengths, ranks)
+    assert 0 < work <= room * (1 + 1e-9)
+    assert work == pytest.approx(sum(n + PAIR * n * n for n in lengths))
+
+
+DRAW = random.Random(1)
+REASONED = [min(32_768, int(8000 * math.exp(DRAW.gauss(0, 0.8)))) for _ in range(512)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "before", "now"),
+    [([2048] * 64, 8, 0.5, 0.999), ([2048] * 256, 64, 0.25, 0.999), (REASONED, 32, 0.75, 0.85)],
+    ids=["64 of 2k", "256 of 2k", "reasoning"],
+)
+def test_no_rank_waits_for_samples_that_others_have(
+    lengths: list[int], ranks: int, before: float, now: float
+):
+    """With rows of 32,768 tokens."""
+    how = {"row_length": 32_768, "rows_each": 1}
+    busy = []
+    for spread, tokens in ((1, None), (ranks, 8192)):
+        work, room = work_of(group_rows(lengths, **how, tokens=tokens, ranks=spread), lengths, ranks)
+        busy.append(work / room)
+    assert busy[0] <= before
+    assert busy[1] >= now
+
+
+def test_a_micro_batch_has_one_size():
+    assert SFTConfig(micro_batch_size=4, seq_len=100).pass_tokens == 400
+    assert SFTConfig(micro_batch_tokens=8192, seq_len=32_768).pass_tokens == 8192
+    with pytest.raises(ValueError, match="micro_batch_tokens = 64 and micro_batch_size = 2 both"):
+        SFTConfig(micro_batch_tokens=64, micro_batch_size=2)
 
 
 def test_parts_of_a_batch_are_made_of_whole_pairs():

@@ -20,7 +20,7 @@ from cairn.run.diagnosis.rules import (
     SummedScores,
     UnlearnedRecords,
 )
-from cairn.run.diagnosis.time_use import DiskFills, ManyRestarts, SlowSaves, StaleAnswers, WhoWaits
+from cairn.run.diagnosis.time_use import DiskFills, IdleRanks, ManyRestarts, SlowSaves, StaleAnswers, WhoWaits
 
 RULES: tuple[Rule, ...] = (
     GivenUp(),
@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     StaleAnswers(),
     SlowRewards(),
     OtherPushes(),
+    IdleRanks(),
     SlowSaves(),
     ManyRestarts(),
     DiskFills(),

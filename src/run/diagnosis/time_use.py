@@ -122,6 +122,30 @@ class ManyRestarts:
         )
 
 
+class IdleRanks:
+    """Ranks that wait for others with larger micro-batches, or have none."""
+
+    window = 16
+    fewest = 4
+    """Rows before a share counts."""
+    shares = (0.3, 0.6)
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        busy = seen.values("busy_ranks")
+        if len(busy) < self.fewest:
+            return
+        idle = 1 - sum(busy) / len(busy)
+        if level := level_of(idle, self.shares):
+            yield Finding(
+                "idle ranks",
+                level,
+                f"each rank waits {percent(idle)} of a step for others in {seen.steps}: the step's samples "
+                "fill too few micro-batches, or unequal ones",
+                "Lower micro_batch_tokens, so that there are more micro-batches, give a step more samples, "
+                "or take fewer ranks (workers)",
+            )
+
+
 class SlowSaves:
     """Saves that training stands still for, or that take longer than the steps between two of them."""
 

@@ -156,6 +156,7 @@ def _alone(micro: MicroBatch, config: TrainerBase) -> list[tuple[MicroBatch, tor
         [len(sample.token_ids) for sample in samples],
         row_length=config.seq_len,
         rows_each=config.micro_batch_size,
+        tokens=config.micro_batch_tokens,
         arrange=one_a_row,
     )
     parts = []
