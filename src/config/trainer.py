@@ -207,7 +207,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     @model_validator(mode="after")
     def _one_size_of_micro_batches(self) -> "TrainerBase":
-        if self.micro_batch_tokens is not None and "micro_batch_size" in self.model_fields_set:
+        if self.micro_batch_tokens is not None and self.micro_batch_size > 1:
             raise ValueError(
                 f"micro_batch_tokens = {self.micro_batch_tokens} and micro_batch_size = "
                 f"{self.micro_batch_size} both give the size of a micro-batch; leave one out"
