@@ -228,7 +228,10 @@ class RunView:
         Raises:
             DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
         """
-        entries, beats = self.run.current_roles() or {}, self.run.beats()
+        entries, beats, history = self.run.current_roles() or {}, self.run.beats(), list(self.history())
+        began = max((event["time"] for event in history if event["event"] == "attempt"), default=0.0)
+        # A rank is not in roles.json; what it began before this attempt, a process of an earlier one did.
+        beats = {name: beat for name, beat in beats.items() if name in entries or beat.since >= began}
         return RunSnapshot(
             path=self.run.path,
             time=time.time(),
@@ -241,7 +244,7 @@ class RunView:
                 for name in sorted(entries.keys() | beats.keys())
             },
             metrics=list(self.metrics()),
-            history=list(self.history()),
+            history=history,
             costs=self.costs(),
             batches=self.run.batch_steps(),
             stop_requested=self.run.stop_requested(),

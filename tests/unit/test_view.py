@@ -36,9 +36,11 @@ def test_everything_that_a_run_directory_says(run: RunDirectory):
     run.set_role("trainer", "running", pid=10)
     run.set_role("orchestrator", "waiting", pid=11)
     beat(run, "trainer", 10, "step 5")
-    beat(run, "trainer_rank0", 12, "reading batch 5")
+    beat(run, "trainer_rank0", 7, "of the attempt before")
     beat(run, "orchestrator", 9, "of the process before")
+    beat(run, "trainer_rank1", 8, "finishing after step 3")
     run.history.begin_attempt(1, None)
+    beat(run, "trainer_rank0", 12, "reading batch 5")
     run.history.restart("orchestrator", step=4, reason="died", how="is started again")
     run.history.recompute(2, 800)
     for step in (4, 5):
