@@ -38,6 +38,10 @@ Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
 """Texts at which an answer ends: one, or several."""
 
 
+CHUNK_TOKENS = 512
+"""Of a request to servers on CPUs."""
+
+
 class SamplingConfig(BaseConfig):
     """How answers are sampled."""
 
@@ -55,9 +59,8 @@ class SamplingConfig(BaseConfig):
 
     @property
     def chunk(self) -> int:
-        """Tokens per request, once the configuration is settled."""
-        assert self.chunk_tokens is not None, "the configuration is settled"
-        return self.chunk_tokens
+        """Tokens per request; those of servers on CPUs as long as it is left open."""
+        return self.chunk_tokens or CHUNK_TOKENS
 
     @field_validator("stop", mode="before")
     @classmethod

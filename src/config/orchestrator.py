@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.environment import (
+    CHUNK_TOKENS,
     COMPARING,
     GAE,
     NOT_SHAPED,
@@ -85,7 +86,7 @@ class OrchestratorConfig(SharedConfig):
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
-        sampling = self.sampling.left_to(chunk_tokens=8192 if gpu_servers else 512)
+        sampling = self.sampling.left_to(chunk_tokens=8192 if gpu_servers else CHUNK_TOKENS)
         settled = self.model_copy(update={"sampling": sampling})
         in_flight = IN_FLIGHT * max(1, len(self.inference_url))
         return settled.left_to(max_in_flight=in_flight, server_timeout=1800.0 if gpu_servers else 300.0)
