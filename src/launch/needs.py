@@ -122,10 +122,10 @@ def rank_need(
     state = _state(footprint, config.optimizer, trained)
     parts: list[MemoryPart] = []
     if not (gpu and on_host):
-        base = elements - trained if footprint.trained is not None else 0
+        base = compute * (elements - trained)
         parts = [
-            MemoryPart("weights, float32", 4 * (elements - base), kept=True),
-            MemoryPart(f"the adapter's base, {config.precision.compute}", compute * base, kept=True),
+            MemoryPart("weights, float32", 4 * trained, kept=True),
+            MemoryPart(f"the adapter's base, {config.precision.compute}", base, kept=True),
             MemoryPart("gradients, float32", 4 * trained),
             MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
         ]
@@ -200,9 +200,8 @@ def host_need(
         elements, trained = (
             of(ranks // config.replicas) for of in (footprint.shard, footprint.trained_shard)
         )
-        base = elements - trained if footprint.trained is not None else 0
-        weights = 4 * (elements - base) + footprint.width * base
-        state = (weights + 4 * trained + _state(footprint, config.optimizer, trained).bytes) * ranks
+        base = footprint.width * (elements - trained)
+        state = (base + 8 * trained + _state(footprint, config.optimizer, trained).bytes) * ranks
         for one in beside:
             each = ranks // config.replicas
             state += (one.state(each).bytes + 4 * one.elements(each)) * ranks

@@ -147,6 +147,15 @@ def resumed(argv: Sequence[str], folder: str, step: int | None = None) -> str:
     return command if folder in ("", os.getcwd()) else f"cd {shlex.quote(folder)} && {command}"
 
 
+def latest_attempt(history: Iterable[Row]) -> Row | None:
+    """The event of the newest attempt among those of history.jsonl; None if there was none."""
+    found: Row | None = None
+    for event in history:
+        if event["event"] == "attempt":
+            found = event
+    return found
+
+
 class WorkClock:
     """The clock of a run: it starts with the first attempt and stands still while nobody is at work on it.
 

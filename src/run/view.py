@@ -14,7 +14,7 @@ from typing import Any, Literal
 from cairn.run.directory import RunDirectory, checkpoints_by
 from cairn.run.files import DamagedFile, read_json, read_note
 from cairn.run.heartbeat import Beat
-from cairn.run.history import Account, Costs, History
+from cairn.run.history import Account, Costs, History, latest_attempt
 from cairn.run.jsonlines import Row
 from cairn.run.messages import Attempt, RoleEntry
 from cairn.run.metrics import MetricsLog
@@ -51,8 +51,8 @@ def command_of(attempt: Attempt | None, history: Sequence[Row]) -> str | None:
     """The command of the latest attempt, by roles.json or else by history.jsonl; None if neither has it."""
     if attempt is not None:
         return attempt.command
-    attempts = [event for event in history if event["event"] == "attempt"]
-    match attempts[-1].get("argv") if attempts else None:
+    newest = latest_attempt(history)
+    match newest.get("argv") if newest else None:
         case [str(command), *_]:
             return command
         case _:
@@ -229,7 +229,8 @@ class RunView:
             DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
         """
         entries, beats, history = self.run.current_roles() or {}, self.run.beats(), list(self.history())
-        began = max((event["time"] for event in history if event["event"] == "attempt"), default=0.0)
+        newest = latest_attempt(history)
+        began = newest["time"] if newest else 0.0
         # A rank is not in roles.json; what it began before this attempt, a process of an earlier one did.
         beats = {name: beat for name, beat in beats.items() if name in entries or beat.since >= began}
         return RunSnapshot(

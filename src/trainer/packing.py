@@ -257,14 +257,23 @@ def pack(lengths: list[int], row_length: int) -> list[list[int]]:
             room.append(row_length)
         tight[row].append(i)
         room[row] -= lengths[i]
-    # Longest first, each into the row that is shortest so far (longest processing time, Graham 1969).
-    even: list[list[int]] = [[] for _ in tight]
-    filled = [(0, r) for r in range(len(tight))]
-    for i in longest_first:
-        tokens, r = filled[0]
-        heapq.heapreplace(filled, (tokens + lengths[i], r))
-        even[r].append(i)
-    return even if max(filled)[0] <= row_length else tight
+    even = _dealt_evenly(lengths, longest_first, len(tight), len(lengths))
+    return even if max(sum(lengths[i] for i in row) for row in even) <= row_length else tight
+
+
+def _dealt_evenly(
+    costs: Sequence[float], costliest_first: Iterable[int], count: int, most: int
+) -> list[list[int]]:
+    """Items by number in `count` bins of at most `most`, each in the one that costs least so far (longest
+    processing time, Graham 1969)."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    open_bins: list[tuple[float, int]] = [(0, number) for number in range(count)]
+    for item in costliest_first:
+        cost, number = heapq.heappop(open_bins)
+        bins[number].append(item)
+        if len(bins[number]) < most:
+            heapq.heappush(open_bins, (cost + costs[item], number))
+    return bins
 
 
 def shared_rows(units: list[list[int]], row_length: int) -> list[list[list[int]]]:
@@ -343,7 +352,7 @@ def group_rows(
 
     sizes = list(map(sum, units))
     shared = [unit for unit, size in enumerate(sizes) if size <= most]
-    longest_first = sorted(set(range(len(units))) - set(shared), key=lambda unit: -sizes[unit])
+    longest_first = sorted((u for u, size in enumerate(sizes) if size > most), key=lambda unit: -sizes[unit])
     alone = [[row for block in arranged([unit], sizes[unit]) for row in block] for unit in longest_first]
     if not shared:
         return alone
@@ -362,28 +371,16 @@ def group_rows(
         ends = [len(blocks) * (index + 1) // count for index in range(count)]
         groups = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     else:
-        groups = _dealt(blocks, [_cost(block, lengths, pair) for block in blocks], count, each)
+        costs = [_cost(block, lengths, pair) for block in blocks]
+        dealt = _dealt_evenly(costs, range(len(blocks)), count, each)
+        dealt.sort(key=lambda group: -sum(costs[number] for number in group))
+        groups = [[blocks[number] for number in group] for group in dealt]
     return [*alone, *([row for block in group for row in block] for group in groups)]
 
 
 def _cost(rows: Group, lengths: Sequence[int], pair: float) -> float:
     """Of the samples in these rows: their tokens, and `pair` for each pair of tokens of a sample."""
     return sum(lengths[i] + pair * lengths[i] ** 2 for row in rows for i in row)
-
-
-def _dealt(blocks: list[Group], costs: list[float], count: int, each: int) -> list[list[Group]]:
-    """The blocks, costliest first, in `count` groups of at most `each`, each to the one that costs least so
-    far (longest processing time, Graham 1969); the costliest group first."""
-    open_groups = [(0.0, number) for number in range(count)]
-    groups: list[list[Group]] = [[] for _ in range(count)]
-    total = [0.0] * count
-    for block, cost in zip(blocks, costs, strict=True):
-        _, number = heapq.heappop(open_groups)
-        groups[number].append(block)
-        total[number] += cost
-        if len(groups[number]) < each:
-            heapq.heappush(open_groups, (total[number], number))
-    return [groups[number] for number in sorted(range(count), key=lambda number: -total[number])]
 
 
 def work_of(groups: list[Group], lengths: Sequence[int], ranks: int) -> tuple[float, float]:

@@ -194,7 +194,7 @@ def token_account(rows: Sequence[Row], costs: Costs, evals: Sequence[Row] = ()) 
     tokens["waiting"] = count_of(rows[-1], "tokens/waiting") if rows else 0
     for row in evals:
         mean = number(row, "tokens") or 0.0
-        tokens["evaluated"] += count_of({"tokens": round(mean * count_of(row, "samples"))}, "tokens")
+        tokens["evaluated"] += max(round(mean * count_of(row, "samples")), 0)
     tokens["repeated"] = costs.recomputed_tokens
     return TokenAccount(tokens)
 

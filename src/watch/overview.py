@@ -15,7 +15,7 @@ from cairn.checkpoint.manifest import CheckpointError, age_of
 from cairn.checkpoint.step_folder import StepFolders
 from cairn.run.diagnosis import RULES, DiskRoom, Finding, Rule, RuleInput, findings
 from cairn.run.errors import UsageError
-from cairn.run.history import resumed
+from cairn.run.history import latest_attempt, resumed
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import VALIDATED, number
 from cairn.run.output import duration
@@ -181,7 +181,8 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
 
 def _quiet(view: RunView, shot: RunSnapshot) -> float | None:
     """Seconds since the newest row of metrics.jsonl, or since the attempt began if that is later."""
-    began = [event["time"] for event in shot.history if event["event"] == "attempt"][-1:]
+    newest = latest_attempt(shot.history)
+    began = [newest["time"]] if newest else []
     with contextlib.suppress(OSError):
         began.append(view.run.metrics.path.stat().st_mtime)
     return max(shot.time - max(began), 0.0) if began else None
@@ -273,8 +274,8 @@ def resume_command(history: Sequence[Row], step: int | None = None) -> str | Non
 
     None if the run's history does not have it, as that of a run that a Python program has started.
     """
-    attempts = [event for event in history if event["event"] == "attempt"]
-    argv = attempts[-1].get("argv") if attempts else None
+    newest = latest_attempt(history) or {}
+    argv = newest.get("argv")
     if not isinstance(argv, list) or not argv or not all(isinstance(word, str) for word in argv):
         return None
-    return resumed([*map(str, argv)], str(attempts[-1].get("folder") or ""), step)
+    return resumed([*map(str, argv)], str(newest.get("folder") or ""), step)
