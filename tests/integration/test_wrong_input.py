@@ -689,6 +689,7 @@ def test_rl_in_one_file_is_rl_in_two(call: Callable[..., Finished]):
     for config in (one["inference"], server):
         del config["port"]
         del config["dry_run"]
+    assert one["inference"].pop("servers") == 1, "one server, as the command starts it"
     assert one["inference"] == server
 
 
