@@ -215,12 +215,13 @@ class Training:
         return row | dict(prepared) | batch.metrics
 
     def _used(self, batch: RankBatch, step: int, row: dict[str, float]) -> dict[str, float]:
-        """What the row says of the GPUs' use; nothing of a step that was broken off because of a spike."""
+        """What the row says of the use of ranks and GPUs; nothing of a step that a spike has broken off."""
         if "rewound_to" in row:
             return {}
         untrained = () if self.task.trains_policy(step) else (POLICY,)
         seconds = row["time/step"] - row.get("time/validation", 0.0)
-        return self._utilisation.of_step(batch, seconds, untrained)
+        ranks = {"busy_ranks": batch.counts.busy_ranks} if self.group.world_size > 1 else {}
+        return ranks | self._utilisation.of_step(batch, seconds, untrained)
 
     def _before_update(self) -> None:
         """Whoever reads the weights off the training thread is done when this returns."""

@@ -166,7 +166,6 @@ def train_step(
         "samples": counts.samples,
         "learned_tokens": counts.learned,
         "packing_efficiency": counts.tokens / counts.computed,
-        **({"busy_ranks": counts.busy_ranks} if state.group.world_size > 1 else {}),
         **({"cut_samples": counts.cut, "lost_tokens": counts.lost} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
     }
