@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,6 +172,59 @@ def result_of(script: str, arguments: list[object], threads: int) -> dict:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class WatchedGpus:
+    """What the driver says of this machine's GPUs, looked at every half second; nothing on CPUs."""
+
+    def __init__(self) -> None:
+        self.peak = self.looks = 0
+        self.busy = 0.0
+
+    def look(self, handles: list[Any]) -> None:
+        """Look at all of them."""
+        import pynvml
+
+        self.peak = max([self.peak, *(int(pynvml.nvmlDeviceGetMemoryInfo(one).used) for one in handles)])
+        shares = [pynvml.nvmlDeviceGetUtilizationRates(one).gpu / 100 for one in handles]
+        self.busy += sum(shares) / len(shares)
+        self.looks += 1
+
+    def summary(self) -> dict[str, float | None]:
+        """peak_gib: of the fullest GPU, by whomever. busy: share of the time in which a GPU computes, on
+        average over GPUs and all of the time, starting included."""
+        seen = self.looks > 0
+        return {
+            "peak_gib": self.peak / 2**30 if seen else None,
+            "busy": self.busy / self.looks if seen else None,
+        }
+
+
+@contextlib.contextmanager
+def watched_gpus() -> Iterator[WatchedGpus]:
+    """Look at this machine's GPUs meanwhile."""
+    import pynvml
+
+    watched, end = WatchedGpus(), threading.Event()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield watched  # there is none
+        return
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+    def look() -> None:
+        while handles and not end.wait(0.5):
+            watched.look(handles)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield watched
+    finally:
+        end.set()
+        thread.join()
+        pynvml.nvmlShutdown()
 
 
 @contextlib.contextmanager

@@ -1,27 +1,30 @@
 """On GPUs: training and its share of what the device can do, saves, pushes, and an RL step.
 
+- gather: bytes a second that each of the machine's GPUs gets in an all-gather (NCCL; on CPUs two ranks, gloo)
 - sft: the `sft` command as users run it, with records that fill rows: tokens/s on all GPUs together, model
   FLOPs, and what they are of the device's own matrix products, measured in the same run (the raw limit), and
   of the vendor's number where it is known (MFU). Every few steps are saved: the stall is what the trainer
   itself reports, the lost time is how much longer the steps with a save under way take.
 - bare: the same batches in a PyTorch loop on one GPU, where the model fits: forward and backward under
   autocast, clip, fused AdamW.
-- rl: the `rl` command with a server of its own and one step of staleness (`max_off_policy_steps` 1; with one
-  GPU, which trainer and server share in turns, 0): seconds per step, how long each side was idle, and seconds
-  from a published version to servers that answer with it.
+- rl: the `rl` command with as many servers of its own as it chooses (or `--servers`; by `--transport`), and
+  one step of staleness (`max_off_policy_steps` 1; with one GPU, which trainer and server share in turns, 0):
+  seconds per step, how long each side was idle, and seconds from a published version to servers that answer
+  with it.
 
-Models have the shapes of Qwen3 0.6B and 8B and random weights from a seed; tiny is the README's model, which
-CI runs on a CPU. How all of this is computed is in docs/gpu.md.
+Models have the shapes of Qwen3 and random weights from a seed; tiny is the README's model, which CI runs on a
+CPU. How all of this is computed is in docs/gpu.md.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import common
 
 from cairn.run.machine import this_machine
 
-PARTS = ["sft", "bare", "rl"]
+PARTS = ["gather", "sft", "bare", "rl"]
 STALL = re.compile(r"saved: durable after ([\d.]+) s, of which training stood still for ([\d.]+) s")
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 
@@ -43,45 +46,38 @@ class Shape:
     seq_len: int
     rows: int
     """Records, each of seq_len tokens, in a step and for each GPU."""
+    together: int
+    """Rows in a micro-batch."""
     answers: int
     """Answers in a step of RL."""
     max_tokens: int
     flags: tuple[str, ...] = ()
     """Of the trainer."""
     server: tuple[object, ...] = ()
-    problems: dict[str, int] = field(default_factory=dict)
 
 
+SMALL = QWEN3 | {
+    **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+}
+MEDIUM = QWEN3 | {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+}
+MIDDLE = QWEN3 | {
+    **{"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+}
+LARGE = QWEN3 | {
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    **{"tie_word_embeddings": False},
+}
+CHECKPOINTED = ("activation-checkpointing",)
 SHAPES = {
-    "tiny": Shape({}, 128, 8, 32, 12, server=("--inference.max-model-len", 64)),
-    "0.6b": Shape(
-        QWEN3
-        | {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-        4096,
-        8,
-        256,
-        1024,
-    ),
-    "8b": Shape(
-        QWEN3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-        }
-        | {"tie_word_embeddings": False},
-        4096,
-        4,
-        256,
-        1024,
-        flags=("activation-checkpointing",),
-    ),
+    "tiny": Shape({}, 128, 8, 2, 32, 12, server=("--inference.max-model-len", 64)),
+    "0.6b": Shape(SMALL, 4096, 8, 1, 256, 1024),
+    "0.6b-4x4096": Shape(SMALL, 4096, 8, 4, 256, 1024),
+    "0.6b-16k": Shape(SMALL, 16384, 4, 1, 256, 8192),
+    "1.7b": Shape(MEDIUM, 4096, 8, 1, 256, 1024),
+    "4b-16k": Shape(MIDDLE, 16384, 2, 1, 256, 8192, flags=CHECKPOINTED),
+    "8b": Shape(LARGE, 4096, 4, 1, 256, 1024, flags=CHECKPOINTED),
 }
 
 
@@ -93,6 +89,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them")
     parser.add_argument("--save-every", type=int, default=5, help="steps from one save to the next")
+    parser.add_argument("--servers", type=int, help="servers of rl (default: as many as it chooses)")
+    parser.add_argument(
+        "--transport", default="files", choices=["files", "network"], help="how servers get policies"
+    )
     parser.add_argument("--folder", type=Path, help="for models and runs, several times the weights' size")
     parser.add_argument("--quick", action="store_true", help="the tiny shape, few steps, under a minute")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
@@ -110,10 +110,11 @@ def main() -> None:
         "benchmark": "gpu",
         "gpus": [gpu.name for gpu in machine.gpus],
         "driver": machine.driver,
+        **({"gather": measure_gather(len(machine.gpus))} if "gather" in arguments.parts else {}),
         "limits": common.result_of(__file__, ["--inside", ".", "--shapes", "tiny", "--parts", "sft"], 1),
         "shapes": {},
     }
-    for name in arguments.shapes:
+    for name in arguments.shapes if arguments.parts != ["gather"] else ():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             found = measure(name, arguments, Path(folder), max(len(machine.gpus), 1), report["limits"])
         report["shapes"][name] = found
@@ -184,9 +185,10 @@ def measure_sft(shape: Shape, arguments: argparse.Namespace, folder: Path, devic
     steps = arguments.warmup + arguments.steps
     flags = ("--model.name", folder / "model", "--data.name", folder / "data.jsonl", "--output-dir", run)
     flags += ("--data.batch-size", shape.rows * devices, "--seq-len", shape.seq_len, "--workers", devices)
+    flags += ("--micro-batch-size", shape.together)
     flags += (*(f"--{flag}" for flag in shape.flags), "--max-steps", steps)
     flags += ("--ckpt.interval", every, "--ckpt.keep-last", 1)
-    with common.followed(common.command("sft", flags), run, threads=1) as rows:
+    with common.watched_gpus() as gpus, common.followed(common.command("sft", flags), run, 1) as rows:
         seen = list(rows)
     at = {row["step"]: (when, row["total_tokens"]) for when, row in seen}
     (begin, before), (end, after) = at[arguments.warmup], at[steps]
@@ -203,7 +205,18 @@ def measure_sft(shape: Shape, arguments: argparse.Namespace, folder: Path, devic
         "stall_s": statistics.median(stall for _, stall in saves),
         "durable_s": statistics.median(durable for durable, _ in saves),
         "lost_s": statistics.median(busy) - statistics.median(free) if busy and free else None,
+        **gpus.summary(),
+        "estimated_gib": estimated_gib(run),
     }
+
+
+def estimated_gib(run: Path) -> float:
+    """What a rank of a run needs of its device, by the estimate of memory; GiB."""
+    from cairn.config.trainer import SFTConfig
+    from cairn.launch.memory import training_needs
+
+    config = SFTConfig.model_validate_json((run / "config.json").read_text())
+    return training_needs(config.model.name, config, this_machine()).rank.total / 2**30
 
 
 def measure_rl(shape: Shape, arguments: argparse.Namespace, folder: Path, devices: int) -> dict[str, Any]:
@@ -213,15 +226,22 @@ def measure_rl(shape: Shape, arguments: argparse.Namespace, folder: Path, device
     flags = ("--model.name", folder / "model", "--output-dir", run, "--max-steps", steps)
     flags += ("--trainer.seq-len", shape.seq_len, *(f"--trainer.{flag}" for flag in shape.flags))
     flags += ("--inference.port", common.free_port(), *shape.server)
+    flags += ("--trainer.weight-transport", arguments.transport)
+    flags += ("--inference.servers", arguments.servers) if arguments.servers else ()
     flags += ("--orchestrator.prompts-per-step", shape.answers // 8, "--orchestrator.samples-per-prompt", 8)
     flags += ("--orchestrator.sampling.max-tokens", shape.max_tokens)
     flags += ("--orchestrator.max-off-policy-steps", 0 if shares else 1)
-    with common.followed(common.command("rl", flags), run, threads=1) as rows:
+    with common.watched_gpus() as gpus, common.followed(common.command("rl", flags), run, 1) as rows:
         seen = list(rows)
+    config = json.loads((run / "config.json").read_text())
     steady = [row for _, row in seen if row["step"] > arguments.warmup]
     seconds = seen[-1][0] - next(when for when, row in seen if row["step"] == arguments.warmup)
     idle, busy = (sum(row[key] for row in steady) for key in ("time/server_idle", "time/generate"))
     return {
+        "ranks": config["trainer"]["workers"],
+        "servers": config["inference"]["servers"],
+        "transport": arguments.transport,
+        **gpus.summary(),
         "step_s": seconds / len(steady),
         "tokens_per_s": sum(row["rollout/tokens"] for row in steady) / seconds,
         "train_s": statistics.median(row["time/step"] for row in steady),
@@ -233,7 +253,32 @@ def measure_rl(shape: Shape, arguments: argparse.Namespace, folder: Path, device
     }
 
 
+def measure_gather(gpus: int) -> dict[str, Any]:
+    """Bytes a second that the slowest rank gets, with a rank on each GPU; on CPUs with two."""
+    import torch.multiprocessing
+
+    if gpus == 1:
+        return {"bytes_per_s": None, "why": "there is one GPU, and nothing to gather"}
+    ranks = gpus or 2
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(gather, (ranks, common.free_port(), folder), nprocs=ranks)
+        rates = [float((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
+    return {"ranks": ranks, "bytes_per_s": min(rates)}
+
+
 # In new processes
+
+
+def gather(rank: int, ranks: int, port: int, folder: str) -> None:
+    """Of one rank of several: write down the bytes a second that it gets."""
+    from cairn.trainer.group import RankGroup
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = RankGroup.join(threads=1, deterministic=False)
+    rate = group.measure((1 << 30) if group.device.type == "cuda" else (16 << 20))
+    (Path(folder) / str(rank)).write_text(str(rate))
+    group.leave()
 
 
 def limits() -> dict[str, Any]:
@@ -281,11 +326,12 @@ def measure_bare(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
         if step == warmup:
             wait_for_device()
             began = time.perf_counter()
-        for row in rows:
-            ids = torch.as_tensor(row, dtype=torch.int64, device=device)[None]
+        for first in range(0, len(rows), shape.together):
+            several = rows[first : first + shape.together]
+            ids = torch.as_tensor(several, dtype=torch.int64, device=device)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss / len(rows)).backward()
+            (loss * len(several) / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

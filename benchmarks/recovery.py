@@ -6,6 +6,10 @@ measures the time from the kill to the next new step in metrics.jsonl, that is, 
 reached before. For `whole job` it kills the launcher and immediately runs the same command again with
 `--ckpt.resume auto`, the best that a job scheduler could do.
 
+In the scenarios `rl, in turns`, trainer and server share a device (`--colocate`), and the role is killed in
+the trainer's turn or in the server's. They are not among the default ones; with `--shape`, such as 1.7b, they
+show on a GPU whether a role that comes back finds the memory that it needs.
+
 Goodput is the time that the steps would have taken undisturbed, divided by the time that they took, from the
 end of the first step to the end of the last, with a kill at a random moment in about one of ten steps.
 """
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -25,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import common
+import gpu
+
+from cairn.run.directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
@@ -50,13 +58,27 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "rl: orchestrator, standby": ((*RL, "--standby"), "orchestrator"),
     "rl: own server": (RL, "inference"),
 }
+IN_TURNS = ("rl", "@", f"{TASK}/rl.toml", "--colocate", *ENDLESS)
+LARGER_SERVER = ("--inference.dtype", "auto", "--inference.kv-cache-memory", "2G")
+TURNS: dict[str, tuple[str, bool]] = {
+    f"rl, in turns: {role}, {whose} turn": (role, trainers)
+    for trainers, whose in ((True, "trainer's"), (False, "server's"))
+    for role in ("trainer_rank0", "trainer", "orchestrator", "inference")
+}
+"""Scenarios in turns: who is killed, and whether in the trainer's turn."""
 QUICK = ("sft: whole job", "sft: trainer worker, spare")
 
 
 def main() -> None:
     """Measure the requested scenarios and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS, metavar="NAME")
+    names = [*SCENARIOS, *TURNS]
+    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=names, metavar="NAME")
+    parser.add_argument("--in-turns", action="store_true", help="the scenarios in turns")
+    parser.add_argument(
+        "--shape", choices=gpu.SHAPES, help="a model of benchmarks/gpu.py's, not the README's"
+    )
+    parser.add_argument("--folder", type=Path, help="for models and runs")
     parser.add_argument("--repeats", type=int, default=3, help="kills per scenario; medians are reported")
     parser.add_argument("--goodput-steps", type=int, default=100, help="length of disturbed runs; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and victims of the kills")
@@ -65,13 +87,24 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.scenarios, arguments.repeats, arguments.goodput_steps = QUICK, 1, 0
+    if arguments.in_turns:
+        arguments.scenarios, arguments.goodput_steps = list(TURNS), 0
     say = (lambda *_: None) if arguments.json else (lambda *text: print(*text, flush=True))
     result: dict[str, Any] = {"cpus": os.cpu_count(), "repeats": arguments.repeats}
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        seconds, model = {}, ()
+        if arguments.shape:
+            made = common.make_model(Path(folder), gpu.SHAPES[arguments.shape].model)
+            model = ("--model.name", str(made))
         for name in arguments.scenarios:
-            command, victim = SCENARIOS[name]
-            times = measure(Path(folder) / name.replace(" ", "_"), command, victim, arguments.repeats)
+            run = Path(folder) / re.sub(r"\W+", "_", name)
+            if name in TURNS:
+                victim, trainers = TURNS[name]
+                command = (*IN_TURNS, *model, *(LARGER_SERVER if model else ()))
+                times = measure(run, command, victim, arguments.repeats, 2, trainers_turn=trainers)
+            else:
+                command, victim = SCENARIOS[name]
+                times = measure(run, (*command, *model), victim, arguments.repeats, 12)
             seconds[name] = statistics.median(times)
             say(f"{name:32} {seconds[name]:6.2f} s  of {', '.join(f'{t:.2f}' for t in times)}")
         result["seconds_to_next_step"] = seconds
@@ -179,13 +212,35 @@ class Job:
         wait_until(check, what, poll)
 
 
-def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: int) -> list[float]:
-    """Seconds from each kill to the next new step."""
+def measure(
+    run: Path,
+    command: tuple[str, ...],
+    victim: str | None,
+    repeats: int,
+    steps: int,
+    trainers_turn: bool | None = None,
+) -> list[float]:
+    """Seconds from each kill to the next new step.
+
+    Args:
+        steps: that are finished before a kill.
+        trainers_turn: whose turn it is when something is killed; None: there are no turns.
+    """
+    directory = RunDirectory(run)
+
+    def is_turn() -> bool:
+        attempt = directory.attempt()
+        return (
+            attempt is not None and (directory.versions.trainers_turn(attempt) is not None) == trainers_turn
+        )
+
     times = []
     with Job(run, command) as job:
         for _ in range(repeats):
             before = job.step()
-            job.wait_until(lambda before=before: job.step() >= before + 12 and job.ready(), "steps")
+            job.wait_until(lambda before=before: job.step() >= before + steps and job.ready(), "steps")
+            if trainers_turn is not None:
+                job.wait_until(is_turn, "the turn")
             killed = time.monotonic()
             target = job.kill(victim) + 1
             job.wait_until(lambda target=target: job.step() >= target, f"step {target}")

@@ -12,7 +12,9 @@ For each model size, side by side in one run (medians, in seconds):
 - disk (transport "files" only): a push whose files are not in the page cache, as when a server restarts
 - ratio: (publish - empty) / memcpy; push_ratio: (push - empty) / memcpy
 
-Runs as `python benchmarks/weights.py`, on the CPU or on a GPU; starts the servers itself.
+Runs as `python benchmarks/weights.py`, on the CPU or on GPUs, where servers have CUDA graphs, as is their
+default; starts the servers itself. With several GPUs the first one trains, and each server has
+`--tensor-parallel` of the others; that all of them hold what was published is what a push checks.
 """
 
 import argparse
@@ -51,6 +53,7 @@ SIZES = {
     "10M": {"hidden_size": 384, "num_hidden_layers": 5, "intermediate_size": 1152},
     "60M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2304},
     "200M": {"hidden_size": 1280, "num_hidden_layers": 10, "intermediate_size": 3840},
+    "1.5B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
 }
 
 
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["10M", "60M"], choices=SIZES, help="model sizes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--servers", type=int, default=1, help="number of servers to update")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each server")
     parser.add_argument(
         "--transport", default="files", choices=["files", "network"], help="how the weights are transferred"
     )
@@ -90,9 +94,9 @@ def main() -> None:
     print(json.dumps({"benchmark": "weights", "runs": runs}))
 
 
-async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, folder: Path) -> dict:
-    """All times for one model size."""
-    model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
+async def measure(arguments: argparse.Namespace, name: str, group: RankGroup, folder: Path) -> dict:
+    """All times for the model size of this name."""
+    model = make_model(name, getattr(torch, arguments.dtype), folder / "model").to(group.device)
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     # With the self-check, publishing includes checksums; scoring the probe is not measured here.
@@ -101,12 +105,21 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
         run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
     )
     with contextlib.ExitStack() as stack:
-        configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,
-                                   max_model_len=256) for _ in range(arguments.servers)]  # fmt: skip
-        servers = [
-            stack.enter_context(Server(config, str(folder / "model"), folder / f"{config.port}.log"))
-            for config in configs
-        ]
+        size = arguments.tensor_parallel
+        servers = []
+        for number in range(arguments.servers):
+            if torch.cuda.device_count() > 1:  # of this process CUDA has read the variable before
+                gpus = range(1 + number * size, 1 + (number + 1) * size)
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            config = InferenceConfig(
+                port=common.free_port(),
+                kv_cache_memory="64M",
+                threads=arguments.threads,
+                max_model_len=256,
+                tensor_parallel=size,
+            )
+            server = Server(config, str(folder / "model"), folder / f"{config.port}.log")
+            servers.append(stack.enter_context(server))
         for server in servers:
             await asyncio.to_thread(server.wait_ready)
         async with ServerPool([server.url for server in servers]) as pool:
@@ -117,13 +130,14 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
     medians = {f"{name}_s": statistics.median(values) for name, values in times.items() if values}
     size_bytes = sum(p.nbytes for p in model.parameters())
     return {
-        "size": size,
+        "size": name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": size_bytes,
         "dtype": arguments.dtype,
         "transport": arguments.transport,
         "device": group.device.type,
         "servers": arguments.servers,
+        "tensor_parallel": arguments.tensor_parallel,
         "threads": arguments.threads,
         "repeats": arguments.repeats,
         **medians,

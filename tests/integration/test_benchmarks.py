@@ -169,8 +169,13 @@ def test_remote(tmp_path: Path):
 def test_gpu():
     """On a CPU, with the smallest shape."""
     found = report("gpu")
+    assert found["gather"]["ranks"] == 2
+    assert found["gather"]["bytes_per_s"] > 0
     shape = found["shapes"]["tiny"]
     assert shape["sft"]["saves"] >= 2
+    assert shape["sft"]["estimated_gib"] > 0
+    assert shape["sft"]["busy"] is shape["sft"]["peak_gib"] is None, "there is no GPU to look at"
+    assert (shape["rl"]["servers"], shape["rl"]["transport"]) == (1, "files")
     assert 0 <= shape["sft"]["stall_s"] <= shape["sft"]["durable_s"]
     for part in ("sft", "bare"):
         values = shape[part]
