@@ -226,6 +226,31 @@ def refuse_rank_that_does_not_fit(folder: str, config: TrainerBase, machine: Mac
         logger.warning(warning)
 
 
+def suggestion_of_replicas(folder: str, config: TrainerBase, machine: Machine, neighbours: int) -> str | None:
+    """What to tell somebody whose ranks gather each layer over the network between nodes, though those of
+    each node could hold the whole model; None if there is one node, or they could not.
+
+    Args:
+        config: settled, with the number of workers.
+        machine: one of the nodes, to which the others are taken to be equal.
+        neighbours: ranks on each node.
+    """
+    nodes, rest = divmod(config.ranks, neighbours)
+    if config.replicas > 1 or rest or nodes < 2 or not machine.has_gpus:
+        return None
+    try:
+        need = training_needs(folder, config.model_copy(update={"replicas": nodes}), machine).rank
+    except Uncountable:
+        return None  # which was said
+    if need.total > (has := min(gpu.memory for gpu in machine.gpus)):
+        return None
+    return (
+        f"--replicas {nodes} would have each of the {nodes} nodes gather layers from its own GPUs only, and "
+        f"nothing but gradients cross the network between them: a rank then needs about {gib(need.total)} of "
+        f"the {gib(has)} of its GPU"
+    )
+
+
 def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> None:
     """Check before a server starts that its weights, and a cache whose size was given, fit into a GPU.
 

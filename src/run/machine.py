@@ -19,6 +19,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)([KMGT]?)")
 PLANNED = re.compile(r"(?:([0-9]{1,4})\s*x\s*)?(\S+)")
 CGROUPS = "/sys/fs/cgroup"
+PCI = "/sys/bus/pci/devices"
+NODES = "/sys/devices/system/node"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Gpu:
     """One GPU. index: its place among all of the machine, as NVML counts. memory: in bytes.
 
     capability: CUDA's compute capability, such as (9, 0) of an H100. used: bytes that were taken when NVML
-    was asked, by whomever.
+    was asked, by whomever. node: of the machine's memory (NUMA) to which it is attached; None if the kernel
+    does not say it, as on virtual machines.
     """
 
     index: int
@@ -35,6 +38,7 @@ class Gpu:
     memory: int
     capability: tuple[int, int] = (9, 0)
     used: int = 0
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,44 @@ def lack_of_cpus(machine: Machine, ranks: int) -> str | None:
         "wait for kernels to be launched. A job of Slurm's gets more with --slurm.cpus-per-task (srun "
         "--cpus-per-task), a container with a higher limit"
     )
+
+
+def keep_near(machine: Machine, name: str | None, neighbours: int) -> str | None:
+    """Have all threads of this process, and what they start, run on the CPUs of its GPU's NUMA node.
+
+    So host memory that they touch first lies there, and copies don't cross the link between sockets. Where
+    the node is not known, or this process may use less than two of its CPUs for each rank, nothing is done.
+
+    Args:
+        machine: with the GPUs that this process sees.
+        name: of its GPU, as Ray gives it; None on CPUs.
+        neighbours: ranks on this machine, of which the GPUs may be on one node.
+
+    Returns:
+        What was done, in words; None if nothing.
+    """
+    gpus = gpus_named(machine.gpus, name) if name else []
+    if len(gpus) != 1 or gpus[0].node is None:
+        return None
+    allowed = os.sched_getaffinity(0)
+    near = _cpus_of(gpus[0].node) & allowed
+    if near == allowed or len(near) < CPUS_A_RANK * neighbours:
+        return None
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), near)
+    return (
+        f"runs on {len(near)} of {len(allowed)} CPUs, those of NUMA node {gpus[0].node}, as GPU {name} does"
+    )
+
+
+def _cpus_of(node: int) -> set[int]:
+    """The CPUs of a NUMA node; none if the kernel does not say it."""
+    with contextlib.suppress(OSError, ValueError):
+        listed = Path(NODES, f"node{node}", "cpulist").read_text().strip()
+        ends = [[int(end) for end in part.split("-")] for part in listed.split(",") if part]
+        return {cpu for one in ends for cpu in range(one[0], one[-1] + 1)}
+    return set()
 
 
 def visible(gpus: list[Gpu], names: str | None) -> tuple[Gpu, ...]:
@@ -172,7 +214,18 @@ def _gpu(index: int, handle: Any) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(index, uuid, name, int(memory.total), (int(major), int(minor)), int(memory.used))
+    capability = int(major), int(minor)
+    return Gpu(index, uuid, name, int(memory.total), capability, int(memory.used), _node_of(handle))
+
+
+def _node_of(handle: Any) -> int | None:
+    """The NUMA node of a GPU, by its address on the PCI bus; None of a slice of a GPU as well."""
+    with contextlib.suppress(pynvml.NVMLError, OSError, ValueError):
+        address = pynvml.nvmlDeviceGetPciInfo(handle).busId  # such as 00000000:3B:00.0
+        domain, _, rest = (address.decode() if isinstance(address, bytes) else str(address)).partition(":")
+        node = int(Path(PCI, f"{int(domain, 16):04x}:{rest.lower()}", "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
 
 
 def available_memory() -> int:

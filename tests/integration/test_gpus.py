@@ -39,6 +39,7 @@ def nvmlDeviceGetCudaComputeCapability(handle): return (9, 0)
 def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
 def nvmlDeviceGetName(handle): return "NVIDIA H100"
 def nvmlDeviceGetMemoryInfo(handle): return _Memory
+def nvmlDeviceGetPciInfo(handle): raise NVMLError(handle)
 '''
 FULL_LOSS = '''
 import os
@@ -147,7 +148,8 @@ import ray
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.gpu_assignment import use_gpus
 from cairn.launch.ray.worker import RankProcess
-from cairn.launch.ray.cluster import ClusterPlacement, start_ray
+from cairn.launch.ray.placement import ClusterPlacement
+from cairn.launch.ray.cluster import start_ray
 from cairn.launch.ray.worker import _index_of
 
 config = SFTConfig(gpus="5,7", workers=2)

@@ -14,6 +14,7 @@ from runs import REPOSITORY
 
 from cairn.config.cli import COMMANDS, load
 from cairn.inference.plugin.middleware import OPEN_ROUTES
+from cairn.launch.ray.environment import PREFIXES
 from cairn.run.directory import RESERVE_SECONDS
 from cairn.run.exits import EXIT_STOPPED, EXIT_USAGE
 
@@ -187,15 +188,43 @@ def test_ray_knows_the_flags():
     assert flags <= known
 
 
-def test_manifests_are_valid():
+RDMA = [
+    (path.name, found)
+    for path in MANIFESTS
+    if "#rdma " in path.read_text()
+    for found in yaml.safe_load_all(path.read_text().replace("#rdma ", ""))
+]
+"""What the manifests are once the marks are gone, as their comment says."""
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, RDMA], ids=["as they are", "with RDMA"])
+def test_manifests_are_valid(documents: list[tuple[str, Any]]):
     """By Kubernetes' own schemas; of KubeRay's resources, the pods."""
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for _, found in DOCUMENTS:
+    for _, found in documents:
         if not found["apiVersion"].startswith("ray.io"):
             validate.validate(found, "1.31", strict=True)
-    for _, pod in PODS:
+    for pod in (pod for _, found in documents for pod in pods(found)):
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod}
         validate.validate(whole, "1.31", strict=True)
+
+
+def test_ranks_get_rdma_devices_and_the_interface():
+    """Without the marks: the pods of ranks have devices, and the command's pods name what reaches ranks."""
+    assert "s/#rdma //" in (DEPLOY / "kubernetes" / "ray.yaml").read_text()
+    (cluster,) = [found for _, found in RDMA if found["kind"] == "RayCluster"]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        limits = container["resources"]["limits"]
+        assert limits.keys() == {"nvidia.com/gpu", "memory", "rdma/hca_shared_devices_a"}
+    jobs = {name: found for name, found in RDMA if found["kind"] == "Job"}
+    assert jobs.keys() == {"sft.yaml", "rl.yaml"}
+    for found in jobs.values():
+        (container,) = pods(found)[0]["containers"]
+        told = {name for name, value in environment(container).items() if value == "eth0"}
+        assert told == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+        assert all(name.startswith(PREFIXES) for name in told), "they are handed to the ranks"
 
 
 def test_the_image_is_made_of_what_there_is():

@@ -33,6 +33,7 @@ from cairn.launch.memory import (
     refuse_rank_that_does_not_fit,
     refuse_what_can_not_be_served,
     refuse_what_does_not_fit,
+    suggestion_of_replicas,
     training_needs,
 )
 from cairn.launch.needs import (
@@ -362,6 +363,28 @@ def test_a_rank_in_a_given_cluster_checks_its_own_gpu(
     assert caplog.text == ""
     refuse_rank_that_does_not_fit(path, config, machine_of("1x1G,1T"))
     assert "What helps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "neighbours", "replicas"),
+    [
+        ({"workers": 16}, "8x80G,1T", 8, 2),
+        ({"workers": 8}, "8x80G,1T", 8, None),
+        ({"workers": 12}, "8x80G,1T", 8, None),
+        ({"workers": 16, "replicas": 2}, "8x80G,1T", 8, None),
+        ({"workers": 16}, "8x0.01G,1T", 8, None),
+        ({"workers": 16}, "64G", 8, None),
+    ],
+    ids=["fits", "one node", "unequal nodes", "given", "does not fit", "CPUs"],
+)
+def test_replicas_are_suggested_where_each_node_can_hold_the_model(
+    folder: Callable[..., Path], settings: dict[str, Any], machine: str, neighbours: int, replicas: int | None
+):
+    config = settled_for_gpus(**settings)
+    hint = suggestion_of_replicas(str(folder("qwen3")), config, machine_of(machine), neighbours)
+    assert (hint is None) == (replicas is None)
+    if hint:
+        assert hint.startswith(f"--replicas {replicas} would have each of the 2 nodes gather layers")
 
 
 def test_a_gpu_that_somebody_else_uses_is_named(

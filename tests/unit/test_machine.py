@@ -12,6 +12,7 @@ from cairn.run.machine import (
     Gpu,
     Machine,
     available_memory,
+    keep_near,
     lack_of_cpus,
     machine_of,
     this_machine,
@@ -121,3 +122,70 @@ def test_a_machine_in_words(words: str, gpus: list[int], memory: int):
 def test_words_that_describe_no_machine_are_refused(words: str):
     with pytest.raises(UsageError, match=r"--machine .*such as 8x80G,1T"):
         machine_of(words)
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """A machine with CPUs 0 to 15 on two NUMA nodes; gives the affinities that threads were set to."""
+    for node, cpus in enumerate(("0-3,8-11", "4-7,12-15")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+    set_to: list[set[int]] = []
+    monkeypatch.setattr(machine, "NODES", str(tmp_path))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: set_to.append(cpus))
+    return set_to
+
+
+def attached(*nodes: int | None) -> Machine:
+    return Machine(tuple(Gpu(i, f"GPU-{i}", "some", GB, node=node) for i, node in enumerate(nodes)))
+
+
+def test_a_rank_runs_near_its_gpu(sockets: list[set[int]]):
+    said = keep_near(attached(0, 1), "1", 2)
+    assert said == "runs on 8 of 16 CPUs, those of NUMA node 1, as GPU 1 does"
+    assert len(sockets) == len(os.listdir("/proc/self/task"))
+    assert all(cpus == {4, 5, 6, 7, 12, 13, 14, 15} for cpus in sockets)
+    assert keep_near(attached(0, 1), "GPU-0", 4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name", "neighbours"),
+    [((0, 1), None, 1), ((None, None), "0", 1), ((0, 1), "7", 1), ((5,), "0", 1), ((0, 0), "0", 5)],
+    ids=["no GPU", "unknown", "not seen", "no such node", "too few"],
+)
+def test_a_rank_whose_node_is_not_known_or_too_small_runs_anywhere(
+    sockets: list[set[int]], nodes: tuple[int | None, ...], name: str | None, neighbours: int
+):
+    assert keep_near(attached(*nodes), name, neighbours) is None
+    assert sockets == []
+
+
+def test_what_a_scheduler_allows_stays_allowed(sockets: list[set[int]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5, 6, 7})
+    assert keep_near(attached(0, 1), "0", 1) is None, "none of them is near"
+    assert keep_near(attached(0, 1), "1", 1) is None, "all of them are near"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 4, 5, 6})
+    assert keep_near(attached(0, 1), "1", 1) == "runs on 3 of 4 CPUs, those of NUMA node 1, as GPU 1 does"
+    assert sockets[-1] == {4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("address", "content", "node"),
+    [
+        (b"00000000:3B:00.0", "1\n", 1),
+        ("00010000:AF:00.0", "0\n", 0),
+        (b"00000000:3B:00.0", "-1\n", None),
+        (b"00000000:3B:00.0", None, None),
+    ],
+)
+def test_the_kernel_says_to_which_node_a_gpu_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: object, content: str | None, node: int | None
+):
+    monkeypatch.setattr(machine, "PCI", str(tmp_path))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", lambda _: type("Info", (), {"busId": address}))
+    folder = tmp_path / ("0000:3b:00.0" if isinstance(address, bytes) else "10000:af:00.0")
+    folder.mkdir()
+    if content is not None:
+        (folder / "numa_node").write_text(content)
+    assert machine._node_of(None) == node

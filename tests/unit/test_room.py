@@ -3,7 +3,7 @@
 import pytest
 
 from cairn.config.trainer import SFTConfig
-from cairn.launch.ray import cluster
+from cairn.launch.ray import cluster, placement
 from cairn.run.exits import RoleFailed
 from cairn.run.machine import Gpu, Machine
 
@@ -86,4 +86,94 @@ def test_the_driver_goes_by_what_the_settings_are_settled_for(
 ):
     """And not by what a cluster has when it looks: the launcher has written `gpus`."""
     config = SFTConfig.model_validate({"gpus": gpus, "ray": {"address": address}})
-    assert cluster._on_gpus(config) == on_gpus
+    assert cluster.computes_on_gpus(config) == on_gpus
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "size"),
+    [
+        (8, [8], 8),
+        (4, [8, 8], 4),
+        (16, [8, 8], 8),
+        (32, [0, 8, 8, 8, 8, 8], 8),  # the head has none, and one is spare
+        (12, [8, 8], 6),
+        (24, [16, 8], 8),
+        (12, [8, 4], 4),
+        (7, [4, 4], 1),
+        (8, [5, 4], 4),
+        (16, [8], 1),  # another node is to come
+        (2, [], 1),
+    ],
+)
+def test_as_many_ranks_as_possible_are_placed_together(ranks: int, nodes: list[int], size: int):
+    assert placement.group_size(ranks, nodes) == size
+
+
+def test_ranks_of_a_node_are_neighbours():
+    """Ray gives bundles to nodes in any order."""
+    assert placement.side_by_side(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
+    assert placement.side_by_side(["a"] * 3) == [0, 1, 2]
+
+
+def test_ranks_that_are_spread_unevenly_are_told_of():
+    assert placement.uneven([8, 8]) is placement.uneven([5]) is None
+    assert "unevenly over 2 nodes: 5, 3" in str(placement.uneven([5, 3]))
+
+
+class Groups:
+    """Ray's placement groups in a cluster whose free nodes have room for so many ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, int]):
+        self.free, self.bundles = free, list[dict[str, int]]()
+        self.removed = 0
+        monkeypatch.setattr(placement, "wait_for_room", lambda *_, **__: 1)
+        monkeypatch.setattr(placement, "computes_on_gpus", lambda _: True)
+        monkeypatch.setattr(placement, "room_of_nodes", lambda gpus: [8] * len(free))
+        monkeypatch.setattr(placement, "placement_group", self._make)
+        monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": self.nodes})
+        monkeypatch.setattr(placement, "remove_placement_group", self._remove)
+        monkeypatch.setattr(placement.ray, "cluster_resources", dict)
+
+    def _make(self, bundles: list[dict[str, int]], strategy: str) -> "Groups":
+        self.bundles = bundles
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        left, self.nodes = dict(self.free), {}
+        for number, bundle in enumerate(self.bundles):
+            fitting = [name for name, room in left.items() if room >= bundle["GPU"]]
+            if not fitting:
+                return False
+            self.nodes[number] = fitting[number % len(fitting)]  # not in the order of nodes
+            left[self.nodes[number]] -= bundle["GPU"]
+        return True
+
+    def _remove(self, _: object) -> None:
+        self.removed += 1
+
+    def place(self, workers: int) -> placement.ClusterPlacement:
+        return placement.ClusterPlacement(SFTConfig.model_validate({"workers": workers}))
+
+    def nodes_of_ranks(self, placed: placement.ClusterPlacement, ranks: int) -> str:
+        each = ranks // len(self.bundles)
+        return "".join(self.nodes[placed._bundles[rank // each]] for rank in range(ranks))
+
+
+def test_whole_nodes_are_taken(monkeypatch: pytest.MonkeyPatch):
+    groups = Groups(monkeypatch, {"a": 8, "b": 8})
+    placed = groups.place(16)
+    assert groups.bundles == [{"CPU": 8, "GPU": 8}] * 2
+    assert groups.nodes_of_ranks(placed, 16) == "a" * 8 + "b" * 8
+
+
+def test_without_free_nodes_ranks_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog):
+    """Neighbours all the same; and it is said that others use a part of the nodes."""
+    groups = Groups(monkeypatch, {"a": 5, "b": 3})
+    placed = groups.place(8)
+    assert groups.bundles == [{"CPU": 1, "GPU": 1}] * 8
+    assert groups.removed == 1
+    assert groups.nodes_of_ranks(placed, 8) in ("aaaaabbb", "bbbaaaaa")
+    assert "did not find 1 free nodes for 8 ranks each" in caplog.text
+    assert "spread unevenly over 2 nodes" in caplog.text
+    with pytest.raises(RoleFailed, match="Ray has no room for 8 workers"):
+        Groups(monkeypatch, {"a": 4}).place(8)

@@ -15,7 +15,14 @@ from cairn.config.rl import RLConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.jobs.export import exports_in_words
-from cairn.launch.memory import Uncountable, check_serving, check_training, serving_needs, training_needs
+from cairn.launch.memory import (
+    Uncountable,
+    check_serving,
+    check_training,
+    serving_needs,
+    suggestion_of_replicas,
+    training_needs,
+)
 from cairn.launch.needs import cache_left, gib, with_cache
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.external_servers import facts_of_run
@@ -117,6 +124,8 @@ def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) ->
         yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))
     yield from _indented("training", needs.host.lines(machine.memory))
     yield from _verdict(lambda: check_training(needs.rank, needs.host, config, machine, flags))
+    if hint := suggestion_of_replicas(folder, config, machine, len(machine.gpus) or config.ranks):
+        yield hint.replace("--replicas", f"{flags}replicas")
 
 
 def _serving(

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The Ray cluster of the trainer's ranks: joins or starts it, and reserves room in it."""
+"""The Ray cluster of the trainer's ranks: joins or starts it, and waits until it is large enough."""
 
 import logging
 import math
@@ -18,15 +18,10 @@ from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as ray_state
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 from ray.exceptions import AuthenticationError, RpcError
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.config.shared import names_in
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray import local as local_ray
-from cairn.launch.ray.environment import environment_for_workers
-from cairn.launch.ray.worker import RankProcess
-from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.machine import this_machine
@@ -37,40 +32,12 @@ SPIN_COUNT = 5000
 """GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
 
 
-class ClusterPlacement:
-    """Room in the Ray cluster for `config.workers` ranks: one CPU each and, if there are any, one GPU."""
-
-    def __init__(self, config: TrainerBase):
-        """Reserve the room.
-
-        Raises:
-            RoleFailed: the cluster is too small, or others use it.
-        """
-        self.gpus = wait_for_room(
-            config, lambda missing: heartbeat.doing(missing, waiting=True), on_gpus=_on_gpus(config)
-        )
-        self._environment = environment_for_workers(config)
-        self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.ranks, strategy="PACK")
-        if not self._group.wait(config.ray.start_timeout):
-            raise RoleFailed(
-                f"Ray has no room for {config.ranks} workers with 1 CPU and {self.gpus} GPU each "
-                f"({ray.cluster_resources()}); lower the number of workers, or raise ray.start_timeout"
-            )
-
-    def start(self, rank: int, log: Path) -> RankProcess:
-        """Start a worker in the room reserved for `rank`."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        return RankProcess(
-            log, self._environment, num_cpus=1, num_gpus=self.gpus, scheduling_strategy=strategy
-        )
-
-
 def cluster_ranks(config: TrainerBase) -> int:
     """The number of ranks in the cluster: `workers`, or as many as there are GPUs; on CPUs one."""
     return config.workers or int(resources().get("GPU", 0)) or 1
 
 
-def _on_gpus(config: TrainerBase) -> bool:
+def computes_on_gpus(config: TrainerBase) -> bool:
     """Whether the ranks compute on GPUs, as the launcher has settled their settings for.
 
     It has written `gpus` 0 where a given cluster has none, and which ones they are on this machine.

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.environment import adopt, extend_segments
 from cairn.run import heartbeat
+from cairn.run.machine import keep_near, lack_of_cpus, this_machine
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.output import importing, log_crashes
 from cairn.run.processes import die_after, in_background, stop_on_signals
@@ -40,12 +41,14 @@ class RayProcess:
 class Assignment:
     """The rank that a worker takes.
 
-    address, port: where the ranks meet. gpu: the one to use; Ray assigned it to this process or to the one it
-    replaces. name: its name in heartbeats/ and roles.json. log: file for its output.
+    neighbours: ranks on its node, itself included. address, port: where the ranks meet. gpu: the one to use;
+    Ray assigned it to this process or to the one it replaces. name: its name in heartbeats/ and roles.json.
+    log: file for its output.
     """
 
     rank: int
     world_size: int
+    neighbours: int
     address: str
     port: int
     gpu: str | None
@@ -110,24 +113,30 @@ class Worker:
         heartbeat.start(run.heartbeat(rank.name), run.spans_of(rank.name))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
+        machine = this_machine()
+        near = keep_near(machine, rank.gpu, rank.neighbours)  # before torch starts threads
         with importing():
             from cairn.run.output import start_logging
             from cairn.trainer.group import RankGroup, device_for, out_of_memory
             from cairn.trainer.loop import train
 
         start_logging(config.log_format, rank.name)
+        if near:
+            logger.info(near)
         try:
             with stop_on_signals(run):
                 if config.ray.address:
                     heartbeat.doing("comparing the model with the GPU's memory")
                     with importing():
-                        from cairn.launch.memory import refuse_rank_that_does_not_fit
-                        from cairn.run.machine import lack_of_cpus, this_machine
+                        from cairn.launch.memory import refuse_rank_that_does_not_fit, suggestion_of_replicas
 
-                    machine = this_machine()
                     refuse_rank_that_does_not_fit(config.model.name, config, machine)
-                    if lack := lack_of_cpus(machine, min(len(machine.gpus), config.ranks)):
+                    if lack := lack_of_cpus(machine, rank.neighbours):
                         logger.warning(lack)
+                    if rank.rank == 0 and (
+                        hint := suggestion_of_replicas(config.model.name, config, machine, rank.neighbours)
+                    ):
+                        logger.info(hint)
                 heartbeat.doing("meeting the other ranks")
                 group = None
                 try:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray.cluster import ClusterPlacement, cluster_ranks, end_ray, start_ray
+from cairn.launch.ray.cluster import cluster_ranks, end_ray, start_ray
+from cairn.launch.ray.placement import ClusterPlacement
 from cairn.launch.ray.worker import Assignment, RankProcess, RayProcess
 from cairn.launch.start import StartDamaged
 from cairn.launch.supervise.slot import RestartRule, Slot
@@ -71,15 +73,26 @@ class RankSlot(Slot):
         self.gpu = about.gpu or self.gpu
 
     def train(
-        self, meeting_place: tuple[str, int], config: TrainerBase, attempt: Attempt
+        self, meeting_place: tuple[str, int], config: TrainerBase, attempt: Attempt, neighbours: int
     ) -> "ray.ObjectRef[Any]":
-        """Have the worker train, and watch its heartbeat; the future returns its `Outcome`."""
+        """Have the worker train, and watch its heartbeat; the future returns its `Outcome`.
+
+        neighbours: ranks on this one's node, itself included.
+        """
         self.hung = None
         silence, standstill = config.heartbeat_timeout, config.hang_timeout
         self.watch_over(self._about.pid, silence=silence, standstill=standstill)
         address, port = meeting_place
-        log = str(self.log)
-        rank = Assignment(self.number, config.ranks, address, port, gpu=self.gpu, name=self.name, log=log)
+        rank = Assignment(
+            self.number,
+            config.ranks,
+            neighbours,
+            address,
+            port,
+            gpu=self.gpu,
+            name=self.name,
+            log=str(self.log),
+        )
         return self.worker.train(rank, config, attempt)
 
     def look_after(self) -> None:
@@ -291,7 +304,10 @@ class Ranks:
             meeting_place = self._ranks[0].worker.meeting_place(self.config.ray.start_timeout)
         except ActorDiedError:
             raise _RanksDied({0: "died while it started"}) from None
-        pending = {rank.train(meeting_place, self.config, attempt): rank for rank in self._ranks}
+        there = Counter(rank.node for rank in self._ranks)
+        pending = {
+            rank.train(meeting_place, self.config, attempt, there[rank.node]): rank for rank in self._ranks
+        }
         ended = _Ended({}, {}, [])
         settling: Patience | None = None
         while pending and not (settling and settling.over):
