@@ -211,8 +211,8 @@ class SlurmConfig(BaseConfig):
 class RLSlurmConfig(SlurmConfig):
     """Submit the run as a job of Slurm's, which is queued again until the run is complete."""
 
-    server_nodes: int = Field(default=1, ge=1)
-    """If there are several nodes: how many of them run inference servers, and not the trainer."""
+    server_nodes: int | None = Field(default=None, ge=1)
+    """Of several nodes, how many serve and don't train (default: what makes the run fast; 1 on CPUs)."""
 
 
 # Commands that look at runs and checkpoints

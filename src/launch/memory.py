@@ -134,14 +134,14 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
         "capability": min((gpu.capability for gpu in machine.gpus), default=None),
         "attention": config.attention,
     }
-    footprint = _count(folder, lora=config.lora, **how)
+    footprint = count(folder, lora=config.lora, **how)
     beside = [
-        TrainedModel(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
+        TrainedModel(name, count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
         for name, one in config.auxiliary_models.items()
     ]
     compute = config.precision.compute
     frozen = [
-        _count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
+        count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
     ]
     from cairn.trainer.scoring.head import CHUNK_LOGITS
 
@@ -168,14 +168,21 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
     Raises:
         Uncountable: the model can't be counted.
     """
+    return needs_of_server(count(folder, **SERVED), folder, config)
+
+
+SERVED: dict[str, Any] = {"compute": "bfloat16", "activation_checkpointing": False}
+"""How a model that is only served is counted."""
+
+
+def needs_of_server(model: "Footprint", folder: str, config: InferenceConfig) -> Need:
+    """The same, once the model in `folder` is counted."""
     from cairn.inference.vllm_command import served_dtype
 
-    dtype = served_dtype(config, folder, on_gpu=True)
-    model = _count(folder, compute="bfloat16", activation_checkpointing=False)
     sequences = config.max_num_seqs or MOST_SEQUENCES
     return server_need(
         model.elements,
-        dtype,
+        served_dtype(config, folder, on_gpu=True),
         tensor_parallel=config.tensor_parallel or 1,
         logits=sequences * model.vocabulary,
     )
@@ -276,8 +283,13 @@ def _at_most(folder: str, ranks: int) -> int:
     return parameters * (16 + 10 * ranks)
 
 
-def _count(folder: str, **how: Any) -> "Footprint":
-    """The model's footprint; `how`: further arguments of `footprint_of`."""
+def count(folder: str, **how: Any) -> "Footprint":
+    """The model's footprint; `how`: further arguments of `footprint_of`.
+
+    Raises:
+        Uncountable: the model can't be counted.
+        UsageError: it can't have the attention that is asked for.
+    """
     with importing():
         from cairn.trainer.models.footprint import footprint_of
 

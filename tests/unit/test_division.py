@@ -4,16 +4,19 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
 from cairn.launch import main
-from cairn.launch.plan.division import described_folder, size_by_memory
+from cairn.launch.memory import SERVED, count
+from cairn.launch.plan.division import described_folder, shape_of, size_by_memory
+from cairn.launch.plan.simulation import ModelShape
 from cairn.launch.slurm import servers_of_node
 from cairn.run.machine import machine_of
 
@@ -108,13 +111,73 @@ def test_a_dry_run_says_who_gets_what_and_why(
     assert "  inference.servers = 6: those that the trainer's settings leave\n" in said
 
 
-def test_a_node_of_a_job_decides_for_its_servers(
-    eight_billion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def decided(settings: dict[str, Any], folder: Path, machine: str, *arguments: int) -> None:
+    """Let a node of a job with such GPUs decide, from the settings that the run reads."""
+    (folder / "rl.json").write_text(json.dumps(settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers_of_node, "this_machine", lambda: machine_of(machine))
+        servers_of_node.main(str(folder / "rl.json"), *arguments)
+
+
+def test_a_node_of_a_job_decides_how_nodes_are_divided(
+    eight_billion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """From the settings that they read; the number is all that it prints to the job's script."""
-    (tmp_path / "inference.json").write_text(json.dumps({"model": {"name": str(eight_billion)}}))
-    monkeypatch.setattr(servers_of_node, "this_machine", lambda: machine_of("8x24G"))
-    servers_of_node.main(str(tmp_path / "inference.json"), 8)
+    """Two numbers are all that it prints to the job's script; why is in the job's log."""
+    settings: dict[str, Any] = {"model": {"name": str(eight_billion)}}
+    decided(settings, tmp_path, "8x24G", 8, 4, 1)
     printed = capsys.readouterr()
-    assert printed.out == "2\n"
+    assert printed.out == "2 1\n"
     assert printed.err.startswith("--inference.tensor-parallel 2: of 24.0 GiB a GPU, ")
+    assert "server-nodes" not in printed.err
+
+    small = tmp_path / "small"
+    of_experts(small)  # it is counted in no time
+    settings = {
+        "model": {"name": str(small)},
+        "trainer": {"activation_checkpointing": True},
+        "orchestrator": {
+            "prompts_per_step": 16,
+            "samples_per_prompt": 16,
+            "max_off_policy_steps": 2,
+            "sampling": {"max_tokens": 2048},
+        },
+    }
+    decided(settings, tmp_path, "8x80G", 8, 4, 0)
+    printed = capsys.readouterr()
+    size, nodes = map(int, printed.out.split())
+    assert size == 1
+    assert 1 <= nodes <= 3
+    assert f"--slurm.server-nodes {nodes}: the fastest of 3 divisions in a simulation" in printed.err
+    assert "with answers of 1024 tokens" in printed.err
+
+    decided({"inference": {"tensor_parallel": 4}}, tmp_path, "8x80G", 8, 6, 0)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("4 3\n", "--slurm.server-nodes 3: half of the nodes\n")
+
+
+def of_experts(folder: Path) -> None:
+    """Describe a small mixture of experts."""
+    Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(folder)
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+
+
+def test_of_experts_only_those_that_are_used_count(tmp_path: Path):
+    """For training and for reading; all of them for the memory and the way to the servers."""
+    of_experts(tmp_path)
+    shape = shape_of(tmp_path, count(str(tmp_path), **SERVED))
+    assert (shape.experts, shape.chosen) == (2 * 16 * 3 * 64 * 32, 0.25)
+    assert shape.active == shape.parameters - 0.75 * shape.experts
+    assert shape.read(1) == shape.active
+    assert shape.active < shape.read(4) < shape.read(64) <= shape.parameters
+    assert shape.mfu < ModelShape(shape.parameters, 2, 64, shape.key_value_bytes).mfu

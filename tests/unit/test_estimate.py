@@ -330,7 +330,7 @@ def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
         refuse_what_does_not_fit(path, config, tight, "--")
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
+        patch.setattr(memory, "count", lambda *_, **__: pytest.fail("counting imports torch"))
         refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
 
 

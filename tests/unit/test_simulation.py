@@ -91,3 +91,18 @@ def test_of_what_is_as_fast_the_most_even_division_is_taken():
     assert [one.tokens for one in found[len(good) :]] == sorted(
         (one.tokens for one in found[len(good) :]), reverse=True
     )
+
+
+def test_experts_make_servers_faster_and_ranks_slower():
+    """Than a dense model with as many parameters: a token uses few of them, but layers are gathered whole."""
+    dense = ModelShape(30_500_000_000, 48, 2048, 2 * 48 * 4 * 128 * 2)
+    experts = replace(dense, experts=28_900_000_000, chosen=8 / 128)
+    assert 3.2e9 < experts.active < 3.5e9
+    split = GpuSplit(4, 4, 1, CACHE)
+    few = replace(LONG, prompts=4, samples=4, mean=1024, longest=2048)
+    run = simulation._Run(experts, few, split)
+    assert run.seconds_of([0]) < simulation._Run(dense, few, split).seconds_of([0])
+    assert run.seconds_of([0]) > simulation._Run(
+        replace(dense, parameters=3_400_000_000), few, split
+    ).seconds_of([0])
+    assert simulate(experts, few, split).tokens > simulate(dense, few, split).tokens

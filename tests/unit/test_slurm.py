@@ -47,7 +47,7 @@ BEHAVIOURS = {
     "    listening = socket.create_server(('127.0.0.1', port))\n"
     "    time.sleep(600)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
-    "python": "if 'servers_of_node' in sys.argv[2]:\n    sys.exit(print(4))\n"
+    "python": "if 'servers_of_node' in sys.argv[2]:\n    sys.exit(print(4, 2))\n"
     "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
     "while len(open(calls).readlines()) < min(2, int(sys.argv[-2])): time.sleep(0.02)",
     "inference": "",
@@ -68,6 +68,9 @@ while not os.path.exists(servers) or len(open(servers).readlines()) < 4:
     time.sleep(0.02)
 """
 """Else the job could end, and with it what starts them, before they are there."""
+
+
+EIGHT = ("--slurm.gpus-per-node", "8")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -282,10 +285,15 @@ def test_the_jobs_settings_are_those_of_the_command(command: str, more: tuple[st
         ("sft", ["--ckpt.resume-step", "5"], "--ckpt.resume-step 5: a job resumes with --ckpt.resume auto"),
         ("rl", ["--ckpt.resume", "latest"], "--ckpt.resume latest: a job resumes with --ckpt.resume auto"),
         ("sft", ["--slurm.nodes", "2"], "--slurm.nodes 2 needs --slurm.gpus-per-node"),
-        ("rl", ["--slurm.nodes", "2", "--slurm.server-nodes", "2"], "leaves none for the trainer"),
+        ("rl", [*EIGHT, "--slurm.nodes", "2", "--slurm.server-nodes", "2"], "leaves none for the trainer"),
         (
             "rl",
-            ["--slurm.nodes", "2", "--orchestrator.inference-url", "http://127.0.0.1:8000"],
+            [*EIGHT, "--slurm.nodes", "3", "--trainer.workers", "24"],
+            "trainer, which needs 3; raise the",
+        ),
+        (
+            "rl",
+            [*EIGHT, "--slurm.nodes", "2", "--orchestrator.inference-url", "http://127.0.0.1:8000"],
             "--orchestrator.inference-url http://127.0.0.1:8000: this address means the job's first node",
         ),
         ("sft", ["--slurm.nodes", "2", "--workers", "2", "--ray.address", "h:1"], "a Ray cluster of its own"),
@@ -359,7 +367,7 @@ def check_ray_flags(calls: list[dict]) -> None:
 
 NODES = ("--slurm.nodes", "3")
 N = "--inference.servers"
-EIGHT, OF_TWO = ("--slurm.gpus-per-node", "8"), ("--inference.tensor-parallel", "2")
+OF_TWO = ("--inference.tensor-parallel", "2")
 SIZE = "cairn.launch.slurm.servers_of_node"
 UUIDS = ",".join(f"GPU-{number}" for number in range(8))
 
@@ -402,7 +410,7 @@ def test_the_job_ends_its_ray(job: Job):
 
 
 def test_rl_has_servers_on_nodes_of_their_own(job: Job):
-    flags = (*NODES, "--slurm.gpus-per-node", "8", "--slurm.server-nodes", "2")
+    flags = (*NODES, "--slurm.gpus-per-node", "8")
     file = job.folder / "installed" / "bin" / "rl"
     file.write_text(file.read_text() + WAITS_FOR_SERVERS.format(folder=job.folder))
     process = job.start("rl", *flags, "--inference.max-model-len", "99", CUDA_VISIBLE_DEVICES=UUIDS)
@@ -415,7 +423,7 @@ def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     assert config["trainer"]["workers"] == 8
     assert config["trainer"]["ray"]["address"].startswith("localhost:")
     decided = next(one["argv"] for one in job.calls("python") if "servers_of_node" in one["argv"][1])
-    assert decided == ["-m", SIZE, str(job.folder / "run" / "slurm" / "inference.json"), "8"]
+    assert decided == ["-m", SIZE, str(job.folder / "run" / "slurm" / "rl.json"), "8", "3", "0"]
     assert importlib.util.find_spec(SIZE)
     servers = job.calls("inference")
     assert len(servers) == 4
@@ -430,29 +438,38 @@ def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     check_ray_flags(job.calls("ray"))
 
 
+ONE, TWO = ("--slurm.server-nodes", "1"), ("--slurm.nodes", "2")
+WORKERS = "--trainer.workers"
+
+
 @pytest.mark.parametrize(
-    ("flags", "size", "servers"),
+    ("flags", "decided", "servers"),
     [
-        (
-            (*EIGHT, *OF_TWO),
-            "size=2",
-            "servers=$((GPUS / size))",
-        ),
-        ((*EIGHT, *OF_TWO, N, "3"), "size=2", "servers=3"),
-        ((*EIGHT, "--inference.vllm-args=-pp=2"), "size=2", "servers=$((GPUS / size))"),
-        ((*EIGHT, N, "2"), f"size=$($RUNNER python -m {SIZE} ", "servers=2"),
-        (("--trainer.workers", "2"), "size=1", "servers=1"),
-        (("--trainer.workers", "2", N, "2"), "size=1", "servers=2"),
+        ((*EIGHT, *OF_TWO, *ONE), "2 1", "$((GPUS / size))"),
+        ((*EIGHT, *OF_TWO, N, "3", *TWO), "2 1", "3"),  # of two nodes one serves
+        ((*EIGHT, "--inference.vllm-args=-pp=2", *ONE), "2 1", "$((GPUS / size))"),
+        ((*EIGHT, *OF_TWO, WORKERS, "8"), "2 2", "$((GPUS / size))"),  # what the ranks leave
+        ((*EIGHT, *OF_TWO, WORKERS, "12"), "2 1", "$((GPUS / size))"),
+        ((*EIGHT, *OF_TWO), "8 3 0", "$((GPUS / size))"),
+        ((*EIGHT, N, "2", *ONE), "8 3 1", "2"),
+        ((WORKERS, "2"), "1 1", "1"),
+        ((WORKERS, "2", N, "2"), "1 1", "2"),
     ],
 )
-def test_a_nodes_servers(flags: tuple[str, ...], size: str, servers: str, tmp_path: Path):
-    """As many as fit onto its GPUs, of the size that is given, or that the memory of a GPU asks for."""
+def test_nodes_that_serve_and_their_servers(
+    flags: tuple[str, ...], decided: str, servers: str, tmp_path: Path
+):
+    """As many as are given, or left by the ranks, or as the first node decides; of a size that is given, or
+    that the memory of its GPUs asks for."""
     lines = written("rl", "--output-dir", str(tmp_path), *NODES, *flags).contents["job.sbatch"].splitlines()
-    (of_size,) = [line for line in lines if line.startswith("size=")]
+    (how,) = [line for line in lines if line.startswith("decided=")]
     (of_servers,) = [line for line in lines if line.startswith("servers=")]
-    assert of_size.startswith(size)
-    assert of_servers == f"{servers} # on each node"
-    assert of_size == size or of_size.endswith("slurm/inference.json 4)")
+    assert of_servers == f"servers={servers} # on each node"
+    if len(decided.split()) == 2:
+        assert how == f'decided="{decided}"'
+    else:
+        assert how.startswith(f"decided=$($RUNNER python -m {SIZE} ")
+        assert how.endswith(f"slurm/rl.json {decided})")
 
 
 @pytest.mark.parametrize(

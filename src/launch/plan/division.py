@@ -4,24 +4,27 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import Uncountable, serving_needs, training_needs
+from cairn.launch.memory import SERVED, Uncountable, count, needs_of_server, serving_needs, training_needs
 from cairn.launch.needs import UTILIZATION, Need, cache_left, gib
 from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.model import described, model_to_serve
 from cairn.launch.plan.run_plan import Draft
 from cairn.launch.plan.settings import Choice
-from cairn.launch.plan.simulation import ModelShape, SimulatedWork, fastest, splits_of
+from cairn.launch.plan.simulation import ModelShape, SimulatedWork, SplitOutcome, fastest, splits_of
 from cairn.run.errors import CairnError
 from cairn.run.machine import Machine
 
+if TYPE_CHECKING:
+    from cairn.trainer.models.footprint import Footprint  # which imports torch
+
 PROMPT, MOST_ANSWERS = 512, 1024
-"""Tokens of a prompt, and the answers of a step, in a simulation; more are left out."""
+"""Tokens of a prompt, and the answers of a step for each 16 GPUs, in a simulation; more are left out."""
 CACHE_SHARE = 4
 """Keys and values get at least one part in so many of the memory that vLLM takes: with less, a server answers
 few requests at a time, and reads its weights for each few tokens."""
@@ -59,27 +62,53 @@ def _with_fastest_split(draft: Draft) -> Draft:
     given = (inference.servers, inference.gpus, trainer.gpus, trainer.workers, trainer.ray.address)
     if any(value is not None for value in given):
         return draft
-    memory = min(gpu.memory for gpu in gpus)
     try:
-        folder = _folder(draft)
-        whole = serving_needs(folder, inference.model_copy(update={"tensor_parallel": 1}))
-        model = shape_of(Path(folder), whole.counted // 2)
-        cache = cache_left(split(whole, inference.size), memory) * inference.size // model.key_value_bytes
-        work = _work(config)
-        splits = splits_of(len(gpus), inference.size, cache)
-        splits = [one for one in splits if one.ranks % trainer.replicas == 0]
-        for number, best in enumerate(fastest(model, work, splits) if splits else ()):
-            settled = trainer.settled(gpu=True).model_copy(update={"workers": best.split.ranks})
-            if training_needs(folder, settled, draft.machine).rank.total <= memory:
-                first = "the fastest" if not number else "the fastest of those at which the ranks fit"
-                why = (
-                    f"{first} of {len(splits)} divisions in a simulation with answers of {work.mean} tokens "
-                    f"(half of sampling.max_tokens): {best.in_words}"
-                )
-                return _choosing(draft, "servers", best.split.servers, why)
-    except (Uncountable, CairnError, OSError, ValueError, KeyError):
-        pass  # what is wrong is said by those that count for their own sake
-    return draft
+        found = fastest_division(config, _folder(draft), draft.machine, len(gpus))
+    except UNKNOWN:
+        return draft
+    return draft if found is None else _choosing(draft, "servers", found[0].split.servers, found[1])
+
+
+UNKNOWN = (Uncountable, CairnError, OSError, ValueError, KeyError)
+"""What is raised of a model that can't be counted; what is wrong is said by those that count for its sake."""
+
+
+def fastest_division(
+    config: RLConfig, folder: str, machine: Machine, gpus: int, *, node: int = 1
+) -> tuple[SplitOutcome, str] | None:
+    """The division of so many GPUs that makes the run the fastest, by a simulation of its steps, and why.
+
+    Of those at which the ranks fit into their GPUs by estimate; None if they don't with any.
+
+    Args:
+        folder: describes the model.
+        machine: whose GPUs are such as all are.
+        gpus: in all. node: how many of them only serve together, or train together; servers are as large as
+            the settings say.
+
+    Raises:
+        UNKNOWN: the model can't be counted.
+    """
+    trainer, inference = config.trainer, config.inference
+    memory = min(gpu.memory for gpu in machine.gpus)
+    counted = count(folder, **SERVED)
+    whole = needs_of_server(counted, folder, inference.model_copy(update={"tensor_parallel": 1}))
+    model = shape_of(Path(folder), counted)
+    cache = cache_left(split(whole, inference.size), memory) * inference.size // model.key_value_bytes
+    work = _work(config, gpus)
+    splits = splits_of(gpus, inference.size, cache, step=node)
+    if node > 1 and inference.servers is not None:  # so many of a node's
+        splits = [replace(one, servers=(gpus - one.ranks) // node * inference.servers) for one in splits]
+    splits = [one for one in splits if one.ranks % trainer.replicas == 0]
+    for number, best in enumerate(fastest(model, work, splits) if splits else ()):
+        settled = trainer.settled(gpu=True).model_copy(update={"workers": best.split.ranks})
+        if training_needs(folder, settled, machine).rank.total <= memory:
+            first = "the fastest" if not number else "the fastest of those at which the ranks fit"
+            return best, (
+                f"{first} of {len(splits)} divisions in a simulation with answers of {work.mean} tokens "
+                f"(half of sampling.max_tokens): {best.in_words}"
+            )
+    return None
 
 
 def _choosing(draft: Draft, setting: str, value: int, why: str) -> Draft:
@@ -91,7 +120,7 @@ def _choosing(draft: Draft, setting: str, value: int, why: str) -> Draft:
     )
 
 
-def shape_of(folder: Path, parameters: int) -> ModelShape:
+def shape_of(folder: Path, counted: "Footprint") -> ModelShape:
     """What the simulation has to know of the model in `folder`, by its config.json.
 
     Raises:
@@ -102,16 +131,19 @@ def shape_of(folder: Path, parameters: int) -> ModelShape:
     heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
     width = settings.get("head_dim") or settings["hidden_size"] // heads
     each = 2 * layers * (settings.get("num_key_value_heads") or heads) * width
-    return ModelShape(parameters, layers, settings["hidden_size"], 2 * each)
+    return ModelShape(
+        counted.elements, layers, settings["hidden_size"], 2 * each, counted.experts, counted.chosen
+    )
 
 
-def _work(config: RLConfig) -> SimulatedWork:
+def _work(config: RLConfig, gpus: int) -> SimulatedWork:
     """A step of the run, if answers have half of the tokens that they may have; of few prompts if there are
-    many, since a part is enough."""
+    many for so many GPUs, since a part is enough."""
     orchestrator, longest = config.orchestrator, config.orchestrator.sampling.max_tokens
     samples = orchestrator.samples_per_prompt
+    most = MOST_ANSWERS * max(1, gpus // 16) // samples
     return SimulatedWork(
-        prompts=max(1, min(orchestrator.prompts_per_step, MOST_ANSWERS // samples)),
+        prompts=max(1, min(orchestrator.prompts_per_step, most)),
         samples=samples,
         prompt=PROMPT,
         mean=max(1, longest // 2),

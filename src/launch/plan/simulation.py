@@ -25,6 +25,8 @@ BANDWIDTH = 3.35e12
 """Bytes of its memory that it could read in a second."""
 MFU = 0.25
 """Share of PEAK that training reaches."""
+EXPERTS_MFU = 0.04
+"""The same of a mixture of experts, whose layers are gathered with all experts: predicted below 0.05."""
 PREFILL = 0.4
 """Share of PEAK that reading a prompt reaches."""
 READ = 0.75
@@ -49,12 +51,31 @@ SPREAD = 0.6
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a dense model. key_value_bytes: of one token's keys and values, in all layers."""
+    """Of a model. key_value_bytes: of one token's keys and values, in all layers.
+
+    experts: those of `parameters` that belong to experts. chosen: the share of the experts that a token uses.
+    """
 
     parameters: int
     layers: int
     hidden: int
     key_value_bytes: int
+    experts: int = 0
+    chosen: float = 1.0
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token is multiplied with."""
+        return self.parameters - self.experts * (1 - self.chosen)
+
+    def read(self, tokens: int) -> float:
+        """Parameters that so many tokens together are multiplied with, if each chooses at random."""
+        return self.parameters - self.experts * (1 - self.chosen) ** tokens
+
+    @property
+    def mfu(self) -> float:
+        """Share of PEAK that training reaches."""
+        return EXPERTS_MFU if self.experts else MFU
 
 
 @dataclass(frozen=True)
@@ -157,9 +178,10 @@ class _Server:
     @property
     def token_seconds(self) -> float:
         """Seconds of a token of each answer: weights, keys and values are read, and something is computed."""
-        read = (2 * self.model.parameters + self.context * self.model.key_value_bytes) / (BANDWIDTH * READ)
-        computed = 2 * self.model.parameters * len(self.ends) / (PEAK * PREFILL)
-        exchanged = 2 * self.model.layers * REDUCE if self.split.size > 1 else 0.0
+        model, answers = self.model, len(self.ends)
+        read = (2 * model.read(answers) + self.context * model.key_value_bytes) / (BANDWIDTH * READ)
+        computed = 2 * model.active * answers / (PEAK * PREFILL)
+        exchanged = 2 * model.layers * REDUCE if self.split.size > 1 else 0.0
         return OVERHEAD + max(read, computed) / self.split.size + exchanged
 
     def until_event(self) -> float:
@@ -282,7 +304,7 @@ class _Run:
             server = min(self.servers, key=lambda one: one.load)
             for place in range(self.issued * work.samples, (self.issued + 1) * work.samples):
                 server.waiting.append((place, work.length(place)))
-            server.reading += 2 * self.model.parameters * work.prompt / (PEAK * PREFILL * self.split.size)
+            server.reading += 2 * self.model.active * work.prompt / (PEAK * PREFILL * self.split.size)
             self.left[self.issued] = work.samples
             self.issued += 1
         for server in self.servers:
@@ -319,6 +341,6 @@ class _Run:
         model, work = self.model, self.work
         lengths = [work.prompt + work.length(place) for group in batch for place in self.places(group)]
         operations = sum(
-            6 * model.parameters * length + 6 * model.layers * model.hidden * length**2 for length in lengths
+            6 * model.active * length + 6 * model.layers * model.hidden * length**2 for length in lengths
         )
-        return operations * (4 / 3 if work.again else 1) / (PEAK * MFU * self.split.ranks)
+        return operations * (4 / 3 if work.again else 1) / (PEAK * model.mfu * self.split.ranks)

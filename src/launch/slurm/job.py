@@ -51,13 +51,6 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
     """
     kind, flags = KINDS[command], KINDS[command].flags("trainer")
     _refuse_another_start(config)
-    servers = _server_nodes(config)
-    trainers = slurm.nodes - servers
-    if trainers < 1:
-        raise UsageError(
-            f"--slurm.nodes {slurm.nodes}: --slurm.server-nodes {servers} leaves none for the trainer; raise "
-            "the nodes, or lower those of servers"
-        )
     folder = Path(config.output_dir) / FOLDER
     contents: dict[str, str] = {}
     words = [command, "@", str(folder / f"{command}.json"), "--ckpt.resume", "auto"]
@@ -69,24 +62,23 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
                 f"{flags}ray.address {trainer.ray.address}: a job on {slurm.nodes} nodes starts a Ray "
                 "cluster of its own; leave the address out"
             )
-        workers = trainer.workers or trainers * (slurm.gpus_per_node or 0)
-        if not workers:
+        if not trainer.workers and not slurm.gpus_per_node:
             raise UsageError(
                 f"--slurm.nodes {slurm.nodes} needs --slurm.gpus-per-node, for one rank on each GPU, or "
                 f"{flags}workers"
             )
         serving: list[str] = []
-        if servers and isinstance(config, RLConfig):
-            serving = _serving(config, slurm, folder, trainers, contents)
+        if isinstance(config, RLConfig) and not _given_servers(config):
+            serving = _serving(config, slurm, folder, contents)
         lines = [
             f"start_seconds={max(START_SECONDS, math.ceil(trainer.ray.start_timeout))}",
             _shell("cluster.sh"),
             'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            *serving,
-            f'start_ray "${{nodes[@]:0:{trainers}}}"',
-            f"{lines[0]} "
-            f'{flags}ray.address "$address" {flags}workers {workers}'
-            + (' --orchestrator.inference-url "${urls[@]}"' if servers else ""),
+            *(serving or ["trainers=${#nodes[@]}"]),
+            'start_ray "${nodes[@]:0:trainers}"',
+            f'{lines[0]} {flags}ray.address "$address" '
+            f"{flags}workers {trainer.workers or '$((trainers * GPUS))'}"
+            + (' --orchestrator.inference-url "${urls[@]}"' if serving else ""),
         ]
         contents["node.sh"] = _shell("node.sh")
     lines[-1] = f"run {lines[-1]}"
@@ -148,31 +140,49 @@ def _as_given(settings: RunConfig | InferenceConfig) -> str:
     return settings.model_dump_json(indent=2, exclude={"slurm", "servers"}, exclude_unset=True) + "\n"
 
 
-def _server_nodes(config: RunConfig) -> int:
-    """How many of the job's nodes run a server and nothing else.
+def _given_servers(config: RLConfig) -> bool:
+    """Whether the run's servers are elsewhere.
 
     Raises:
-        UsageError: a server's address is one of loopback.
+        UsageError: the address of one is of loopback.
     """
-    if not isinstance(config, RLConfig) or config.slurm is None or config.slurm.nodes == 1:
-        return 0
     urls = config.orchestrator.inference_url
     if here := [url for url in urls if is_loopback(urlsplit(url).hostname or "")]:
         raise UsageError(
             f"--orchestrator.inference-url {here[0]}: this address means the job's first node, where no "
             "server runs; leave it out, and the job's last nodes run servers (--slurm.server-nodes)"
         )
-    return 0 if urls else config.slurm.server_nodes
+    return bool(urls)
 
 
-def _serving(
-    config: RLConfig, slurm: SlurmConfig, folder: Path, trainers: int, contents: dict[str, str]
-) -> list[str]:
-    """Shell lines that start servers on each node after the trainers'; adds the servers' files.
+def _server_nodes(config: RLConfig, slurm: SlurmConfig) -> int:
+    """How many of the job's nodes run servers and nothing else; 0 if that is decided when it starts.
 
     Raises:
-        UsageError: a node has too few GPUs for them.
+        UsageError: they leave too few for the trainer.
     """
+    gpus, workers = slurm.gpus_per_node or 0, config.trainer.workers or 0
+    training = max(1, -(-workers // gpus)) if gpus else 1  # nodes that the ranks need at least
+    asked = config.slurm.server_nodes if config.slurm else None
+    if slurm.nodes - (asked or 1) < training:
+        left = "none" if asked and asked >= slurm.nodes else "too few"
+        given = f"--slurm.server-nodes {asked} leaves" if asked else "the servers' one leaves"
+        raise UsageError(
+            f"--slurm.nodes {slurm.nodes}: {given} {left} for the trainer, which needs {training}; raise the "
+            "nodes, or lower those of servers" + (" or --trainer.workers" if workers else "")
+        )
+    if asked or not gpus or slurm.nodes == 2:
+        return asked or 1
+    return slurm.nodes - training if workers else 0
+
+
+def _serving(config: RLConfig, slurm: SlurmConfig, folder: Path, contents: dict[str, str]) -> list[str]:
+    """Shell lines that set `trainers`, and start servers on each node after those; adds the servers' files.
+
+    Raises:
+        UsageError: a node has too few GPUs for them, or there are too few nodes.
+    """
+    nodes = _server_nodes(config, slurm)
     server = config.inference.model_copy(update={"host": "0.0.0.0", "model": config.model})
     gpus, count, size = slurm.gpus_per_node or 0, server.servers, server.size
     if gpus and size * (count or 1) > gpus:
@@ -185,16 +195,21 @@ def _serving(
     contents["inference.json"] = _as_given(server)
     contents["server.sh"] = _shell("server.sh")
     by_memory = gpus > 1 and server.tensor_parallel is None and size == 1
-    decide = ["python", "-m", "cairn.launch.slurm.servers_of_node", settings, str(gpus // (count or 1))]
+    decide = ["python", "-m", "cairn.launch.slurm.servers_of_node", str(folder / "rl.json")]
+    decide += [str(gpus), str(slurm.nodes), str(nodes)]
     command = shlex.join(["inference", "@", settings])
     return [
-        f"size=$($RUNNER {shlex.join(decide)})" if by_memory else f"size={size}",
+        f'decided="{size} {nodes}"'
+        if nodes and not by_memory
+        else f"decided=$($RUNNER {shlex.join(decide)})",
+        'read -r size server_nodes <<< "$decided"',
+        "trainers=$((${#nodes[@]} - server_nodes))",
         f"servers={count or ('$((GPUS / size))' if gpus else 1)} # on each node",
         "# Loading weights into a server takes this token, which servers and orchestrator have.",
         "CAIRN_INFERENCE_TOKEN=$(secret)",
         "export CAIRN_INFERENCE_TOKEN",
         "urls=()",
-        f'for node in "${{nodes[@]:{trainers}}}"; do',
+        'for node in "${nodes[@]:trainers}"; do',
         "    for ((server = 0; server < servers; server++)); do",
         f"        port=$(({server.port} + server))",
         '        on 1 "$node" bash "$folder/server.sh" "$server" "$size" '

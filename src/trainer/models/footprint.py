@@ -21,6 +21,11 @@ from cairn.trainer.models.model import layers_of
 COUNTED_TOKENS = 16
 """Tokens of a row whose activations are counted, and twice as many; longer rows follow from the two."""
 ATTENTION = "cairn_footprint"
+EXPERTS = ".experts."
+"""In the names of parameters of which a token uses those of its experts alone."""
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "moe_top_k")
+"""What families call the number of experts in config.json, and that of a token."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Footprint:
     head: elements of the input and output embeddings; head is 0 if it is tied or there is none. vocabulary:
     number of logits per token. kept: what the forward pass keeps of activations for the backward pass, of all
     layers. layer: the same of one layer whose activations are all kept. width: bytes of an element in the
-    type that is computed in.
+    type that is computed in. experts: elements that belong to experts. chosen: the share of the experts that
+    a token uses; 1 if it is not known.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -66,6 +72,8 @@ class Footprint:
     layer: Growth
     width: int
     trained: tuple[tuple[int, ...], ...] | None = None
+    experts: int = 0
+    chosen: float = 1.0
 
     @property
     def elements(self) -> int:
@@ -141,7 +149,16 @@ def footprint_of(
         layer=whole.times(1 / len(layers)),
         width=dtype.itemsize,
         trained=trained,
+        experts=sum(p.numel() for name, p in model.named_parameters() if EXPERTS in name),
+        chosen=active_experts(config.get_text_config()) or 1.0,
     )
+
+
+def active_experts(config: Any) -> float | None:
+    """Which share of the experts a token uses, by a configuration for text; None if it does not say."""
+    count = next((value for name in COUNTS if isinstance(value := getattr(config, name, None), int)), None)
+    chosen = next((value for name in CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
+    return chosen / count if count and chosen else None
 
 
 def _growth(model: PreTrainedModel) -> Growth:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.models.footprint import EXPERTS, active_experts
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import TrainerState
 
@@ -49,11 +50,6 @@ OTHERS = frozenset({"MIG", "Laptop", "D"})
 """Words in the names of devices that have less than the device whose name theirs begins with."""
 FORWARD, BACKWARD_INPUTS, BACKWARD_WEIGHTS = 2, 2, 2
 """FLOPs for each token and each element of a matrix: a multiplication and an addition in each product."""
-EXPERTS = ".experts."
-"""In the names of parameters of which a token uses those of its experts alone."""
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-CHOSEN = ("num_experts_per_tok", "moe_top_k")
-"""What families call the number of experts in config.json, and that of a token."""
 ELSEWHERE = ("vision_config", "audio_config")
 """Parts of a configuration whose parameters text does not go through."""
 
@@ -93,7 +89,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops | None:
     windows = _windows(model, config)
     if windows is None or any(getattr(model.config, name, None) is not None for name in ELSEWHERE):
         return None
-    active = _active_experts(config)
+    active = active_experts(config)
     looked_up = _looked_up(model)
     token = 0.0
     for name, parameter in model.named_parameters():
@@ -124,13 +120,6 @@ def _windows(model: PreTrainedModel, config: Any) -> dict[int | None, int] | Non
     if attending != layers or not layers or not hasattr(config, "num_attention_heads") or {*kinds} - {*known}:
         return None
     return dict(Counter(cast("int | None", known[kind]) for kind in kinds))
-
-
-def _active_experts(config: Any) -> float | None:
-    """Which share of the experts a token uses."""
-    count = next((value for name in COUNTS if isinstance(value := getattr(config, name, None), int)), None)
-    chosen = next((value for name in CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
-    return chosen / count if count and chosen else None
 
 
 def _looked_up(model: PreTrainedModel) -> set[str]:
