@@ -67,7 +67,7 @@ class ClusterPlacement:
 
     def _reserve(self, ranks: int, seconds: float) -> Any:
         """A placement group of bundles for `self._size` ranks each; None if there is no room in time."""
-        bundle = {"CPU": self._size, "GPU": self.gpus * self._size}
+        bundle: dict[str, float] = {"CPU": self._size, "GPU": self.gpus * self._size}
         group = placement_group([bundle] * (ranks // self._size), strategy="PACK")
         if group.wait(seconds):
             return group
