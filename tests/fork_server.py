@@ -7,7 +7,7 @@ executed as ever if its environment has another value that is read at import, if
 CAIRN_TESTS_EXEC=1.
 
 A command that starts vLLM is forked of a process that has imported vLLM, too. Then the server is forked with
-its lifeline, and so is its engine, which vLLM has `multiprocessing` spawn.
+its keeper, and so is its engine, which vLLM has `multiprocessing` spawn.
 
 A process that starts others has a server of its own, which is its child. It asks the server through a socket;
 the server forks twice, and the new process becomes a child of the asking one, a subreaper at that moment. A
@@ -23,6 +23,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import io
 import multiprocessing.util
 import os
 import pickle
@@ -53,7 +54,7 @@ FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = ("CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_", "MASTER_")
 """The beginnings of variables that are not read, once and for all, when modules are imported."""
-LIFELINE = HERE.parents[1] / "src" / "inference" / "lifeline.py"
+KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"
 VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 VLLM_PRELOADED = (VLLM_SERVER, "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
@@ -128,9 +129,9 @@ def _is_command(program: Path) -> bool:
 
 
 def _is_vllm(program: Sequence[str]) -> bool:
-    """A server of vLLM's, with or without its lifeline, or the engine, which vLLM spawns."""
-    if program[1:4] == ["-I", "-S", str(LIFELINE)]:
-        program = program[4:]
+    """A server of vLLM's, with or without its keeper, or the engine, which vLLM spawns."""
+    if program[1:4] == ["-I", "-S", str(KEEPER)]:
+        program = program[6:]  # what the keeper keeps, after a descriptor and what becomes of SIGTERM
     return program[1:3] == ["-m", VLLM_SERVER] or _spawned(program)
 
 
@@ -187,6 +188,7 @@ def through(server: ForkServer) -> Callable[..., int]:
         request = {
             **{"program": program, "environment": environment, "cwd": os.fsdecode(cwd or os.getcwd())},
             **{"files": [0, 1, 2, *kept], "new_session": new_session, "preexec": pickle.dumps(preexec)},
+            **{"main": getattr(sys.modules["__main__"], "__file__", None)},
             "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         }
         return server.start(request, [*streams, *kept])
@@ -274,6 +276,19 @@ def begin(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+
+
+class _Functions(pickle.Unpickler):
+    """Reads what names functions, among them those of the program that the sender runs as `__main__`."""
+
+    def __init__(self, content: bytes, main: str | None):
+        super().__init__(io.BytesIO(content))
+        self._main = main
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "__main__" and self._main is not None:
+            return runpy.run_path(self._main)[global_name]
+        return super().find_class(module_name, global_name)
 
 
 def _ask(name: str, program: list[str]) -> None:
@@ -369,7 +384,7 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     if request["new_session"]:
         os.setsid()
-    if preexec := pickle.loads(request["preexec"]):
+    if preexec := _Functions(request["preexec"], request.get("main")).load():
         preexec()
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

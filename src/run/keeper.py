@@ -10,6 +10,7 @@ kills everything, `pass` leaves the end to the command, which gets the signal.
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -22,27 +23,21 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_STARTED = 127
 """The exit code where there is no such command, as shells have it."""
 
+_libc = ctypes.CDLL(None)
+
 
 def main() -> None:
-    libc = ctypes.CDLL(None)
     # Its owner may die while it is stopped: then it goes on, finds the pipe closed, and ends what there is.
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the owner is asked as well, and decides
-    keeper = os.getpid()
-
-    def die_with_keeper() -> None:
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it was too late
-            os.kill(os.getpid(), signal.SIGKILL)
-
     pipe, on_term, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     try:
         kept = subprocess.Popen(
-            command, stdin=None if pipe else subprocess.DEVNULL, preexec_fn=die_with_keeper
+            command,
+            stdin=None if pipe else subprocess.DEVNULL,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
         )
     except OSError as error:
         print(f"{command[0]} can't be started: {error.strerror}", file=sys.stderr, flush=True)
@@ -54,6 +49,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, pass_on if on_term == "pass" else _killed)
     threading.Thread(target=_end_with_owner, args=[pipe], daemon=True).start()
     _end(kept.wait())
+
+
+def _die_with(keeper: int) -> None:
+    """In the new process, before it is the command."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:  # it was too late
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _killed(*_: object) -> None:

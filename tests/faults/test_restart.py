@@ -80,7 +80,7 @@ def calm(
 ) -> Path:
     """That run, undisturbed."""
     run = tmp_path_factory.mktemp("calm") / "run"
-    shell.succeed(*rl, "--orchestrator.inference-url", server.url, "--output-dir", run, executed=True)
+    shell.succeed(*rl, "--orchestrator.inference-url", server.url, "--output-dir", run)
     return run
 
 

@@ -1,5 +1,6 @@
 """Tiny models, and one long-lived inference server that the tests share."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def inference_server(
     """A server with a tied tiny model. Tests leave it with any weights: push what you need first."""
     config = InferenceConfig(port=free_port(), kv_cache_memory="64M")
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with Server(config, str(tiny_model(tied=True, seed=0)), log) as server:
+    with contextlib.ExitStack() as started:
+        with runs.forking_servers():
+            server = started.enter_context(Server(config, str(tiny_model(tied=True, seed=0)), log))
         server.wait_ready()
         yield server

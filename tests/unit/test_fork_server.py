@@ -17,6 +17,10 @@ import pytest
 import runs
 from fork_server import ForkServer
 
+from cairn.config.inference import InferenceConfig
+from cairn.inference.vllm_command import command
+from cairn.run.processes import keeper_command
+
 TESTS = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-m", "process_facts", "a", "--b=c d"]
 
@@ -126,7 +130,8 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     assert not takes("sft")
 
 
-SERVER = ("-m", fork_server.VLLM_SERVER, "--model", "x")
+SERVER = (*command(InferenceConfig(), "configs/reverse_text/model")[0][1:3], "--model", "x")
+KEPT = keeper_command(0, [sys.executable, *SERVER], on_term="pass")[1:]
 ENGINE = (
     "-B",
     "-c",
@@ -135,11 +140,9 @@ ENGINE = (
 )
 
 
-@pytest.mark.parametrize(
-    "program", [SERVER, ("-I", "-S", str(fork_server.LIFELINE), sys.executable, *SERVER), ENGINE]
-)
+@pytest.mark.parametrize("program", [SERVER, KEPT, ENGINE], ids=["server", "kept", "engine"])
 def test_what_is_forked_of_a_server(server: ForkServer, with_vllm: ForkServer, program: tuple[str, ...]):
-    """All its processes, of one that has imported vLLM, unless torch would read more when it is imported."""
+    """All processes of a server, of one that has vLLM, unless torch would read more when it is imported."""
     command = [sys.executable, *program]
     variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "cairn"}
     environment = server.environment | variables
