@@ -10,10 +10,16 @@ Each way runs in a process of its own with caches of its own. Prints one JSON ob
 `datasets` is what Cairn used before: its JSON builder, and a digest of all records. limit: reading the file's
 lines and json.loads of each, which checks nothing and can't go to a record.
 
-Runs as `python benchmarks/records.py [--mb N] [--folder F] [--quick] [--json]`.
+ranks: processor seconds of one rank for a step's batch of many ranks, from the order of records to packed
+micro-batches, if it tokenises all records (whole_s), and with the shares of the others, which are made
+before and not counted (share_s). exchanged_mb: what all ranks tell each other. The tokenizer is the
+example's, and the limit of a row 4096 tokens, of which each rank has 8 rows.
+
+Runs as `python benchmarks/records.py [--mb N] [--folder F] [--ranks N] [--quick] [--json]`.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -37,8 +43,12 @@ def main() -> None:
     parser.add_argument("--folder", help="where file and caches go (default: a temporary folder)")
     parser.add_argument("--quick", action="store_true", help="a file of 1 MB")
     parser.add_argument("--json", action="store_true", help="all on one line")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=64, help="ranks whose batch is made (4 with --quick)")
+    parser.add_argument("--way", choices=[*WAYS, "ranks"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.way == "ranks":
+        print(json.dumps(by_ranks(Path(options.folder), options.ranks)))
+        return
     if options.way:
         print(json.dumps(WAYS[options.way](Path(options.folder))))
         return
@@ -50,6 +60,7 @@ def main() -> None:
             first, again = (run(way, folder) for _ in range(2))
             found[way] = {**first, "again_s": again["open_s"], "again_batch_s": again["batch_s"]}
             found[way]["cache_mb"] = round(size_of(folder / way) / 1e6, 1)
+        found["ranks"] = run("ranks", folder, "--ranks", str(4 if options.quick else options.ranks))
     print(json.dumps(found, indent=None if options.json else 2))
 
 
@@ -72,10 +83,10 @@ def write(path: Path, megabytes: int) -> int:
     return count
 
 
-def run(way: str, folder: Path) -> dict[str, Any]:
+def run(way: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Measure a way in a process of its own."""
     caches = {"XDG_CACHE_HOME": str(folder / way), "HF_HOME": str(folder / way)}
-    command = [sys.executable, __file__, "--way", way, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--way", way, "--folder", str(folder), *arguments]
     done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -166,6 +177,61 @@ def by_limit(folder: Path) -> dict[str, Any]:
         return count, lambda numbers: [next(each()) for _ in numbers[:1]], each
 
     return measured(opened)
+
+
+def by_ranks(folder: Path, ranks: int) -> dict[str, Any]:
+    """A step's batch, as one of its ranks makes it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processor time of other threads would be counted as well
+    from transformers import AutoTokenizer
+
+    from cairn.config.trainer import SFTConfig
+    from cairn.trainer.data.batches import SFTData
+    from cairn.trainer.data.shares import Shares
+    from cairn.trainer.packing import make_rank_batch
+
+    model = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = folder / "chats.jsonl"  # without tool calls, which the example's template does not show
+    with open(folder / "data.jsonl") as file:
+        chats.write_text("".join(line for line in file if '"tool_calls"' not in line))
+    data = {"name": str(chats), "batch_size": 16 * ranks}
+    config = SFTConfig(data=data, seq_len=4096, micro_batch_size=1)
+
+    class Told(Exception):
+        """A rank has told its share."""
+
+    class Exchange:
+        def __init__(self, rank: int):
+            self.rank, self.world_size = rank, ranks
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            shares[self.rank] = mine
+            if self.rank:
+                raise Told
+            return shares
+
+    def made(exchange: Exchange | None) -> tuple[float, Any]:
+        shared = Shares(exchange)
+        source = SFTData(config.data, tokenizer, 0, 0, row_length=config.seq_len, shares=shared)
+        begin = time.process_time()
+        batch = source.next_batch(1)
+        rank_batch = make_rank_batch(batch, config, rank=0, world_size=ranks, spread=True)
+        return time.process_time() - begin, rank_batch
+
+    shares = [b""] * ranks
+    for rank in range(1, ranks):
+        with contextlib.suppress(Told):
+            made(Exchange(rank))
+    made(None)  # what is imported late
+    whole, expected = made(None)
+    share, found = made(Exchange(0))
+    assert found.digest == expected.digest
+    return {
+        "ranks": ranks,
+        **{"records": config.data.batch_size, "tokens": found.counts.tokens},
+        **{"whole_s": round(whole, 3), "share_s": round(share, 3)},
+        "exchanged_mb": round(sum(map(len, shares)) / 1e6, 1),
+    }
 
 
 WAYS = {"cairn": by_cairn, "datasets": by_datasets, "limit": by_limit}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout
@@ -71,6 +72,38 @@ class ThreadRendezvous:
         return said
 
 
+class ThreadExchange:
+    """Exchanges bytes between threads of all ranks, one a rank, in rounds.
+
+    They have a process group of their own, over gloo, so that what they exchange can be large and never gets
+    in between the collectives of the training. A rank that dies or leaves ends the exchange with an error.
+
+    Args:
+        group: None for a rank that is alone.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None):
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gives in this round, by rank.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self._group is None:
+            return [mine]
+        sizes = list(torch.zeros(self.world_size, dtype=torch.int64).split(1))
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.from_numpy(np.frombuffer(mine.ljust(longest, b"\0"), np.uint8).copy())
+        whole = torch.empty(self.world_size, longest, dtype=torch.uint8)
+        dist.all_gather(list(whole), padded, group=self._group)
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(whole, sizes, strict=True)]
+
+
 @dataclass(frozen=True)
 class RankGroup:
     """The ranks that train together; `device` is this rank's."""
@@ -81,6 +114,8 @@ class RankGroup:
     mesh: DeviceMesh
     store: dist.Store | None = None
     """Through which the ranks have found each other."""
+    patience: timedelta = timedelta(minutes=30)
+    """For which a collective waits for other ranks."""
 
     @classmethod
     def join(
@@ -118,24 +153,29 @@ class RankGroup:
         if device is None:
             here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             device = here if torch.cuda.is_available() else torch.device("cpu")
+        # Later than the driver, whose message names the rank: NCCL's watchdog aborts all ranks.
+        patience = max(default_pg_nccl_timeout or timedelta(), timedelta(seconds=2 * hang_timeout))
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
-            # Later than the driver, whose message names the rank: NCCL's watchdog aborts all ranks.
-            patience = max(default_pg_nccl_timeout or timedelta(), timedelta(seconds=2 * hang_timeout))
             dist.init_process_group(backend, device_id=device, timeout=patience, **join)
         else:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
-        return cls(
-            dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas), join["store"]
-        )
+        mesh = _mesh(device.type, world_size, replicas)
+        return cls(dist.get_rank(), world_size, device, mesh, join["store"], patience)
 
     def rendezvous(self, name: str) -> ThreadRendezvous:
         """Exchange of strings between one thread of each rank; each name can be used once."""
         if self.store is None or self.world_size == 1:
             return ThreadRendezvous(self.rank, self.world_size, None)
         return ThreadRendezvous(self.rank, self.world_size, dist.PrefixStore(name, self.store.clone()))
+
+    def exchange(self) -> ThreadExchange:
+        """Exchange of bytes between one thread of each rank; all ranks call it."""
+        alone = self.world_size == 1
+        group = None if alone else dist.new_group(backend="gloo", timeout=self.patience)
+        return ThreadExchange(self.rank, self.world_size, group)
 
     def seed(self, seed: int) -> None:
         """Seed this rank's generators of random numbers, on the CPU and on its GPU.

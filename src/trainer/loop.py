@@ -8,10 +8,10 @@ import contextlib
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -198,7 +198,7 @@ class Training:
     def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
         heartbeat.holds_unsaved(True)
-        task, make_next = self.task, partial(self._batches.make_ready, step + 1)
+        task = self.task
         prepared = task.prepare(batch)
         row = train_step(
             self.state,
@@ -206,7 +206,6 @@ class Training:
             step,
             task.loss,
             self._before_update,
-            make_next,
             further_learners=task.learners,
             with_policy=task.trains_policy(step),
             rewinder=self._rewinder,
@@ -285,33 +284,49 @@ def preload(config: TrainerBase) -> None:
 T = TypeVar("T")
 
 
+AHEAD = 2
+"""So many batches are made while a step runs on an earlier one."""
+
+
 class Prefetch(Generic[T]):
-    """Makes one thing a step, one step ahead, in a thread of its own and in the order of steps."""
+    """Makes one thing a step, some steps ahead, in a thread of its own and in the order of steps."""
 
     def __init__(self, make: Callable[[int], T], first: int, last: int):
         """Begin with step `first`; nothing is made beyond step `last`."""
         self._make = make
         self._last = last
         self._pool = ThreadPoolExecutor(1, "prefetch")
-        self._step = first
-        self._made = self._pool.submit(make, first)
+        self._next = first
+        self._made: deque[Future[T]] = deque()
+        self._failed: Exception | None = None
+        self._begin(first)
 
     def get(self, step: int) -> T:
-        """What was made for `step`, which is one after the step of the last call.
+        """What was made for `step`, which is one after the step of the last call; the next ones are begun.
 
         Raises:
             Exception: what making it raised.
         """
-        self.make_ready(step)
-        return self._made.result()
+        self._begin(step)
+        made = self._made.popleft().result()
+        self._begin(step + AHEAD)
+        return made
 
-    def make_ready(self, step: int) -> None:
-        """Begin with `step`, if that was not done before.
+    def _begin(self, through: int) -> None:
+        """Have everything made up to step `through`."""
+        while self._next <= min(through, self._last):
+            self._made.append(self._pool.submit(self._make_next, self._next))
+            self._next += 1
 
-        A good moment is when the calling thread leaves Python to others, as it does in a backward pass.
-        """
-        if self._step < step <= self._last:
-            self._step, self._made = step, self._pool.submit(self._make, step)
+    def _make_next(self, step: int) -> T:
+        """Make it, unless an earlier one has failed: what comes after that would not be the next."""
+        if self._failed:
+            raise self._failed
+        try:
+            return self._make(step)
+        except Exception as error:
+            self._failed = error
+            raise
 
     def close(self) -> None:
         """End the thread, which may be making something that nobody needs."""
@@ -327,9 +342,6 @@ class OnDemand(Generic[T]):
     def get(self, step: int) -> T:
         """What is made for `step`."""
         return self._make(step)
-
-    def make_ready(self, step: int) -> None:
-        """Nothing can be done yet."""
 
     def close(self) -> None:
         """Nothing was begun."""

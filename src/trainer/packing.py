@@ -245,16 +245,15 @@ def pack(lengths: list[int], row_length: int) -> list[list[int]]:
         ValueError: a sample is longer than a row.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if longest_first and lengths[longest_first[0]] > row_length:
+        longest = lengths[longest_first[0]]
+        raise ValueError(f"a sample of {longest} tokens does not fit into a row of {row_length}")
     tight: list[list[int]] = []
-    room: list[int] = []
+    room = np.full(len(lengths), row_length)
     for i in longest_first:
-        if lengths[i] > row_length:
-            raise ValueError(f"a sample of {lengths[i]} tokens does not fit into a row of {row_length}")
-        row = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
-        if row is None:
-            row = len(tight)
+        row = int((room[: len(tight) + 1] >= lengths[i]).argmax())  # the first; a new row has room
+        if row == len(tight):
             tight.append([])
-            room.append(row_length)
         tight[row].append(i)
         room[row] -= lengths[i]
     even = _dealt_evenly(lengths, longest_first, len(tight), len(lengths))

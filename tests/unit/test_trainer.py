@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.group import RankGroup
 from cairn.trainer.loop import Prefetch
-from cairn.trainer.losses import Likelihood, Loss
+from cairn.trainer.losses import Likelihood, Loss, LossInputs, LossSums
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.models.model import build_model, weights
 from cairn.trainer.models.trained import Trained
@@ -94,6 +95,19 @@ def test_every_sample_gets_into_one_row_that_has_room(lengths: list[int], row_le
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert max(filled) <= row_length
     assert (len(rows) - 1) * row_length < 2 * sum(lengths)
+
+
+@given(st.lists(st.integers(1, 32), max_size=40), st.integers(32, 64))
+def test_no_more_rows_are_filled_than_by_first_fit(lengths: list[int], row_length: int):
+    """The longest first, each into the first row that has room."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        row = next((number for number, free in enumerate(room) if free >= length), None)
+        if row is None:
+            row = len(room)
+            room.append(row_length)
+        room[row] -= length
+    assert len(pack(lengths, row_length)) == len(room)
 
 
 @given(st.lists(st.integers(1, 8), min_size=30, max_size=60), st.integers(40, 64))
@@ -309,7 +323,6 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         samples: list[Sample],
         loss: Loss = LIKELIHOOD,
         temperature: float = 1.0,
-        meanwhile: Callable[[], None] = lambda: None,
         **changed: object,
     ):
         config = TrainerConfig(
@@ -320,7 +333,7 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
         state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
         work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
-        row = train_step(state, work, 1, loss, before_last_backward=meanwhile)
+        row = train_step(state, work, 1, loss)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == TrainerProgress(1, tokens, len(samples))
         return row, {name: weight.clone() for name, weight in weights(model).items()}
@@ -335,9 +348,6 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def begin(self) -> None:
-        self.count = 0
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             self.count += 1
@@ -346,9 +356,15 @@ class Reads(TorchDispatchMode):
 
 def test_a_step_reads_its_metrics_and_the_norm_at_once(step: Step):
     """After the last forward pass no value is read on its own, only the table that `gather_rows` returns."""
+
+    class Counted(Likelihood):
+        def __call__(self, inputs: LossInputs) -> LossSums:
+            reads.count = 0
+            return super().__call__(inputs)
+
     samples = [Sample(np.arange(5, 15, dtype=np.int32), np.ones(10, bool))] * 3
     with Reads() as reads:
-        row, _ = step(samples, meanwhile=reads.begin, seq_len=12)
+        row, _ = step(samples, Counted(), seq_len=12)
     assert (reads.count, row["grad_norm"] > 0) == (0, True)
 
 
@@ -854,45 +870,44 @@ def test_parquet_is_as_good_as_jsonl(seven: Path, tokenizer: PreTrainedTokenizer
 # The next batch, ahead of time
 
 
-def test_batches_are_made_one_ahead_in_the_order_of_steps():
-    """The next when it is said that there is time for it, or at the latest when it is asked for."""
+def test_batches_are_made_two_ahead_in_the_order_of_steps():
+    """Begun when the step before them has its batch; none beyond the last step."""
     made: list[int] = []
+    told = {step: threading.Event() for step in range(3, 7)}
 
     def make(step: int) -> Batch:
         made.append(step)
+        told[step].set()
         return Batch([], {"step": step}, sampling=FROM_TEXT)
 
     prefetch = Prefetch(make, 3, 6)
-    assert prefetch.get(3).metrics == {"step": 3}
+    assert told[3].wait(10)
     assert made == [3]
-    prefetch.make_ready(4)
-    prefetch.make_ready(4)
+    assert prefetch.get(3).metrics == {"step": 3}
+    assert told[5].wait(10)
+    assert made == [3, 4, 5]
     assert [prefetch.get(step).metrics["step"] for step in (4, 5, 6)] == [4, 5, 6]
-    prefetch.make_ready(7)
     prefetch.close()
     assert made == [3, 4, 5, 6]
 
 
 def test_a_record_that_is_bad_is_reported_at_its_step():
+    """No batch is made behind it: that would not be the next one."""
+    made: list[int] = []
+
     def make(step: int) -> Batch:
+        made.append(step)
         if step == 2:
             raise BadRecord("record 17 is bad")
         return Batch([], sampling=FROM_TEXT)
 
     prefetch = Prefetch(make, 1, 5)
     prefetch.get(1)
-    prefetch.make_ready(2)
-    with pytest.raises(BadRecord, match="record 17"):
-        prefetch.get(2)
+    for step in (2, 3):
+        with pytest.raises(BadRecord, match="record 17"):
+            prefetch.get(step)
     prefetch.close()
-
-
-def test_the_next_batch_is_made_while_a_step_goes_backward(step: Step):
-    """Once a step, before its last backward pass, of which there may be several."""
-    samples = random_samples(8, [20, 20, 20])
-    calls: list[str] = []
-    step(samples, seq_len=20, meanwhile=lambda: calls.append("meanwhile"))
-    assert calls == ["meanwhile"]
+    assert made == [1, 2]
 
 
 def test_defaults_fit_each_other():

@@ -14,6 +14,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.opening import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
+from cairn.trainer.data.shares import Made, Shares
 from cairn.trainer.data.sources import SFT, RecordSource
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class SFTData:
         row_length: int | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         rows: int | None = None,
+        shares: Shares | None = None,
     ):
         """Open the data sets.
 
@@ -54,11 +56,13 @@ class SFTData:
             row_length: tokens after which a sample is too long.
             template_arguments: what the chat template gets beside messages and tools.
             rows: tokens that the model knows; None: all.
+            shares: among ranks that all take the same records at the same time.
 
         Raises:
             BadRecord: a data set can't be read.
         """
         self.config = config
+        self._shares = shares or Shares()
         self.tokenizer = tokenizer
         self.seed = seed
         self.row_length = row_length
@@ -179,20 +183,27 @@ class SFTData:
         Raises:
             RecordRefused: one can't be trained on, and that is to end the run.
         """
-        records = source.read(numbers)
-        try:
-            return self._encoder.turns(records, numbers, source.where)
-        except RecordRefused:
-            if self.config.unreadable == "error":
-                raise
-        found: list[list[Sample]] = []
-        for record, number in zip(records, numbers, strict=True):
+
+        def make(own: Sequence[int]) -> Made:
+            records = source.read(own)
             try:
-                found += self._encoder.turns([record], [number], source.where)
-            except RecordRefused as error:
-                self._refused[label, number] = error.why
-                found.append([])
-        return found
+                return Made(self._encoder.turns(records, own, source.where), {})
+            except RecordRefused:
+                if self.config.unreadable == "error":
+                    raise
+            found: list[list[Sample]] = []
+            refused: dict[int, str] = {}
+            for record, number in zip(records, own, strict=True):
+                try:
+                    found += self._encoder.turns([record], [number], source.where)
+                except RecordRefused as error:
+                    refused[number] = error.why
+                    found.append([])
+            return Made(found, refused)
+
+        samples, refused = self._shares.make(numbers, make)
+        self._refused |= {(label, number): why for number, why in refused.items()}
+        return samples
 
     def _fitting(self, one: Taken, samples: list[Sample]) -> list[Sample]:
         """The samples of a record that are trained on.

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.opening import RecordOrder, Taken, identity_of_all
 from cairn.trainer.data.preference_forms import FORMS, mismatched, name_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
+from cairn.trainer.data.shares import Made, Shares
 from cairn.trainer.data.sources import Indexed
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class PreferenceData:
         row_length: int,
         template_arguments: Mapping[str, Any] | None = None,
         rows: int | None = None,
+        shares: Shares | None = None,
     ):
         """Open the data sets, and go on behind the first `position` units.
 
@@ -61,11 +64,13 @@ class PreferenceData:
             row_length: tokens after which an answer is cut, or its record dropped.
             template_arguments: what the chat template gets beside the messages.
             rows: tokens that the model knows; None: all.
+            shares: among ranks that all take the same units at the same time.
 
         Raises:
             BadRecord: a data set can't be read.
         """
         self.config = config
+        self._shares = shares or Shares()
         self.seed = seed
         self.form_name, self.form = form, FORMS[form]
         self.together = TOGETHER[form]
@@ -138,54 +143,64 @@ class PreferenceData:
                 self._encoded[one] = unit
         return found
 
-    def _unit(self, one: Taken, answers: list[tuple[Sample, int]]) -> list[Sample]:
+    def _unit(self, one: Taken, answers: list[Sample]) -> list[Sample]:
         why_not = self._why_not(one, answers)
         if why_not and self._warnings:
             self._warnings -= 1
             logger.warning("nothing is learned from %s: %s", self.order.where(one), why_not)
         unit: list[Sample] = []
-        for sample, side in answers:
+        for sample in answers:
             # Of what is not learned from, a token stays, which stands for it in counts.
-            kept = sample.cut(1).unlearned() if why_not else sample
-            column = np.full(len(kept.token_ids), 0 if why_not else side, np.int8)
-            unit.append(Sample(kept.token_ids, kept.loss_mask, {"side": column}))
+            unit.append(_with_side(sample.cut(1).unlearned(), 0) if why_not else sample)
         return unit
 
-    def _why_not(self, one: Taken, answers: list[tuple[Sample, int]]) -> str | None:
+    def _why_not(self, one: Taken, answers: list[Sample]) -> str | None:
         """Why nothing is learned from a unit, or None."""
         if one in self._refused:
             return self._refused[one]
-        for sample, side in answers[: self.together]:
+        for sample in answers[: self.together]:
+            side = int(sample.columns["side"][0]) if len(sample.token_ids) else 0
+            name = self.names.get(side, "an answer")
             if not sample.loss_mask[1:].any():
-                return f"{self.names[side]} has no turn of the assistant, and only those are learned"
+                return f"{name} has no turn of the assistant, and only those are learned"
             if not sample.loss_mask[1 : self._row_length].any():
                 first = int(sample.loss_mask.argmax())
                 return (
-                    f"{first} tokens come before the first of {self.names[side]} that is learned, and "
+                    f"{first} tokens come before the first of {name} that is learned, and "
                     f"--seq-len {self._row_length} cuts it before that"
                 )
             if self.config.too_long == "drop" and len(sample.token_ids) > self._row_length:
                 return (
-                    f"{self.names[side]} ends after {len(sample.token_ids)} tokens, and --data.too-long drop "
+                    f"{name} ends after {len(sample.token_ids)} tokens, and --data.too-long drop "
                     f"leaves out what is longer than --seq-len {self._row_length}"
                 )
         return None
 
-    def _encode(self, taken: Sequence[Taken]) -> list[list[tuple[Sample, int]]]:
-        """The answers of each unit, with their sides."""
-        found: dict[Taken, list[tuple[Sample, int]]] = {}
+    def _encode(self, taken: Sequence[Taken]) -> list[list[Sample]]:
+        """The answers of each unit, with their sides as a column."""
+        found: dict[Taken, list[Sample]] = {}
         for label in self.order.labels:
             numbers = [number for whose, number in taken if whose == label]
             if not numbers:
                 continue
-            units = self._answers(label, numbers)
-            for number, unit in zip(numbers, self._encode_units(label, numbers, units), strict=True):
-                found[label, number] = unit
+            samples, refused = self._shares.make(numbers, partial(self._make, label))
+            self._refused |= {(label, number): why for number, why in refused.items()}
+            found |= zip([(label, number) for number in numbers], samples, strict=True)
         return [found[one] for one in taken]
+
+    def _make(self, label: str, numbers: Sequence[int]) -> Made:
+        """The samples of units of one data set.
+
+        Raises:
+            RecordRefused: one can't be learned from, and that is to end the run.
+        """
+        samples = self._encode_units(label, numbers, self._answers(label, numbers))
+        refused = {n: self._refused[label, n] for n in numbers if (label, n) in self._refused}
+        return Made(samples, refused)
 
     def _encode_units(
         self, label: str, numbers: Sequence[int], units: list[list[Answer]]
-    ) -> list[list[tuple[Sample, int]]]:
+    ) -> list[list[Sample]]:
         """The samples of units; of a unit that is left out, placeholders of one token each.
 
         Raises:
@@ -200,15 +215,15 @@ class PreferenceData:
                 )
             )
             if all(units):
-                return [[(next(samples), side) for _, side in unit] for unit in units]
+                return [[_with_side(next(samples), side) for _, side in unit] for unit in units]
         except RecordRefused as error:
             if self.config.unreadable == "error":
                 raise
             if len(units) == 1:
                 self._refused[label, numbers[0]] = error.why
         if len(units) == 1:
-            stands = Sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
-            return [[(stands, 0) for _ in range(len(units[0]) or self.together)]]
+            stands = _with_side(Sample(np.zeros(1, np.int32), np.zeros(1, np.bool_)), 0)
+            return [[stands for _ in range(len(units[0]) or self.together)]]
         return [
             self._encode_units(label, [number], [unit])[0]
             for number, unit in zip(numbers, units, strict=True)
@@ -225,6 +240,12 @@ class PreferenceData:
             else:
                 units.append(list(zip(self.form.answers(record), self.form.sides(record), strict=True)))
         return units
+
+
+def _with_side(sample: Sample, side: int) -> Sample:
+    """The sample, with its side as a column."""
+    column = np.full(len(sample.token_ids), side, np.int8)
+    return Sample(sample.token_ids, sample.loss_mask, {"side": column})
 
 
 class Examples(PreferenceData):

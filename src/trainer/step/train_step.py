@@ -105,7 +105,6 @@ def train_step(
     step: int,
     loss: Loss,
     before_update: Callable[[], None] = _nothing,
-    before_last_backward: Callable[[], None] = _nothing,
     *,
     further_learners: Sequence[Learner] = (),
     with_policy: bool = True,
@@ -116,9 +115,8 @@ def train_step(
     An update sums the loss over its part of the batch, on whichever ranks it is, and divides it by the loss's
     normaliser. Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards,
     never of the whole model.
-    Weights and optimiser state change only after `before_update` has returned. `before_last_backward` is
-    called before the last backward pass of the policy, during which this thread needs neither Python nor, on
-    a GPU, the processor. Updates that the guard against spikes refuses change nothing.
+    Weights and optimiser state change only after `before_update` has returned. Updates that the guard
+    against spikes refuses change nothing.
 
     Args:
         loss: of the policy.
@@ -135,8 +133,7 @@ def train_step(
     skipped, rewound_to = 0, None
     for number in range(batch.updates):
         update = Update(state, batch.parts[number % len(batch.parts)], batch.temperature, step, number)
-        last = number == batch.updates - 1
-        rows.append(update.gradients(learners, before_last_backward if last else _nothing))
+        rows.append(update.gradients(learners))
         spike = state.spikes.spike_in(rows[-1].means, update.name, rewinder.known(step, number))
         if number == 0:
             before_update()
@@ -203,33 +200,25 @@ class Update:
         """For messages."""
         return f"step {self.step}" + (f", update {self.number + 1}" if self.number else "")
 
-    def gradients(self, learners: Sequence[Learner], before_last_backward: Callable[[], None]) -> StepMetrics:
-        """Accumulate and clip each learner's gradient.
-
-        Args:
-            before_last_backward: called before the last backward pass of the first learner.
-        """
+    def gradients(self, learners: Sequence[Learner]) -> StepMetrics:
+        """Accumulate and clip each learner's gradient."""
         found = StepMetrics({}, {})
         for learner in learners:
-            metrics = self._gradient(learner, before_last_backward)
-            before_last_backward = _nothing
+            metrics = self._gradient(learner)
             prefix = _prefix(learner)
             found.means |= {prefix + name: value for name, value in metrics.means.items()}
             found.maxima |= {prefix + name: value for name, value in metrics.maxima.items()}
         return found
 
-    def _gradient(self, learner: Learner, before_last_backward: Callable[[], None]) -> StepMetrics:
+    def _gradient(self, learner: Learner) -> StepMetrics:
         config, group, counts = self.state.config, self.state.group, self.part.counts
         normaliser = _normaliser(learner, counts)
-        micros = self.part.micros
         all_sums: list[LossSums] = []
-        for micro in micros:
+        for micro in self.part.micros:
             heartbeat.doing(f"step {self.step}, micro-batch {micro.index}")
             group.seed(self._dropout_seed(micro.index))
             micro = micro.to(group.device)
             sums = learner.sums(micro, self.temperature)
-            if micro.index == micros[-1].index:
-                before_last_backward()
             # FSDP2 averages gradients over ranks; the sum is wanted.
             scaled = sums.loss * (group.world_size / normaliser)
             learner.added_to(scaled, sums, micro, counts, group.world_size).backward()

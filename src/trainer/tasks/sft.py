@@ -11,6 +11,7 @@ from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.looking import limits_of
 from cairn.trainer.data.opening import identity_of_all, kept_identity
+from cairn.trainer.data.shares import Shares
 from cairn.trainer.losses import make_loss
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
@@ -18,7 +19,7 @@ from cairn.trainer.tasks.validation import Validations
 
 
 class SFT(Task):
-    """Batches are cut from the records on every rank, ahead of time."""
+    """Batches are cut from the records by all ranks together, ahead of time."""
 
     prefetch = True
 
@@ -44,6 +45,7 @@ class SFT(Task):
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
             rows=limits_of(context.model_folder).rows,
+            shares=Shares(state.group.exchange()),
         )
         kept = kept_identity(config.data, identity_of_all(config.data, self._data.sources), recipe)
         self._data.check_start()

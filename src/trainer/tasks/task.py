@@ -54,7 +54,7 @@ class Task(ABC):
     """
 
     prefetch: bool = False
-    """Whether the batch of a step may be asked for, in a thread of its own, while the step before it runs."""
+    """Whether the batches of the next steps may be asked for, in a thread of their own, while a step runs."""
     parts: tuple[str, ...] = ()
     """What other roles add to each checkpoint."""
     recipe: Mapping[str, Any] = {}
