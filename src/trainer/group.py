@@ -126,7 +126,6 @@ class RankGroup:
         float32_matmul: str = "highest",
         device: torch.device | None = None,
         replicas: int = 1,
-        state_on: str = "device",
         hang_timeout: float = 600,
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -137,7 +136,6 @@ class RankGroup:
             device: this rank's; default: a GPU if torch sees one.
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
-            state_on: device or host, where the ranks' shards will be; those on hosts are summed over gloo.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
         torch.set_num_threads(threads)
@@ -157,8 +155,8 @@ class RankGroup:
         patience = max(default_pg_nccl_timeout or timedelta(), timedelta(seconds=2 * hang_timeout))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
-            dist.init_process_group(backend, device_id=device, timeout=patience, **join)
+            # gloo for states on hosts, and for what ranks agree on without waiting for their GPUs.
+            dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device, timeout=patience, **join)
         else:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
@@ -206,8 +204,14 @@ class RankGroup:
         return torch.stack(gathered).cpu()
 
     def any_of(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank; the answer is the same on all ranks."""
-        return self.gather_rows(torch.tensor([flags], dtype=torch.float64)).amax((0, 1)).bool().tolist()
+        """For each flag, whether it is set on any rank; the answer is the same on all ranks.
+
+        The ranks' hosts tell each other: a GPU that is still busy with an update is not waited for.
+        """
+        mine = torch.tensor(flags, dtype=torch.uint8)
+        if self.world_size > 1 and flags:
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return mine.bool().tolist()
 
     def measure(self, nbytes: int = 256 << 20) -> float:
         """Bytes a second that this rank gets in an all-gather of `nbytes` between devices; all call it."""

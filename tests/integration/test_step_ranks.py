@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
     """What every rank does; the first writes down what came out."""
     ranks, replicas = WORLDS[world]
     group = join(rank, ranks, port, replicas=replicas)
+    ranks_agree(group)
     for name in MODELS:
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
@@ -118,6 +120,18 @@ def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
         save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
     group.leave()
+
+
+def ranks_agree(group: RankGroup) -> None:
+    """On flags; and in a thread on bytes, of which each rank gives another number."""
+    rank, last = group.rank, group.world_size - 1
+    assert group.any_of(rank == 0, False, rank == last) == [True, False, True]
+    exchange = group.exchange()
+    with ThreadPoolExecutor(1) as pool:
+        rounds = [pool.submit(exchange.gather, bytes([rank]) * rank * count) for count in (1, 1000, 0)]
+        assert group.any_of(True) == [True], "beside what the thread does"
+        for count, gathered in zip((1, 1000, 0), rounds, strict=True):
+            assert gathered.result() == [bytes([one]) * one * count for one in range(group.world_size)]
 
 
 def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
@@ -249,7 +263,7 @@ def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
     """Steps once and writes model and optimiser state as a checkpoint has them."""
     adamw_8bit.FEWEST = 64
     ranks, replicas, state_on = LAYOUTS[layout]
-    group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
+    group = join(rank, ranks, port, replicas=replicas)
     for model, name in TRAINED:
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
@@ -264,7 +278,7 @@ def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
     """Loads what another layout has saved, writes it again, and steps."""
     adamw_8bit.FEWEST = 64
     ranks, replicas, state_on = LAYOUTS[layout]
-    group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
+    group = join(rank, ranks, port, replicas=replicas)
     for model, name in TRAINED:
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)

@@ -147,7 +147,6 @@ class Worker:
                         float32_matmul=config.precision.float32_matmul,
                         device=device,
                         replicas=config.replicas,
-                        state_on=config.state_on,
                         hang_timeout=config.hang_timeout,
                     )
                     outcome = train(config, attempt, group)
