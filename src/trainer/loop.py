@@ -142,7 +142,7 @@ class Training:
             save = decision.save
             self.task.after_step(step, decision)
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
-            digest = {"batch/digest": batch.digest}
+            digest = {"batch/digest": batch.digest, "attention": str(self.state.scorer.attention)}
             saving = self._checkpoints.metrics()
             row |= self._tracker.chain({"step": step, **row, **asdict(progress), **digest})
             times |= _times(saved) | self._used(batch, step, {**row, **times})

@@ -98,6 +98,8 @@ class Overview:
     tokens_per_second: float | None
     mfu: float | None
     """Share of the GPUs' peak that training needs while it computes; the mean of the newest steps."""
+    attention: str | None
+    """What computes the attention of the newest step."""
     curves: Sequence[Curve]
     roles: Sequence[RoleLine]
     saved: NewestSave | None
@@ -162,6 +164,7 @@ def overview(view: RunView, *, here: str | None = None, rules: Sequence[Rule] = 
         pace=pace,
         tokens_per_second=tokens / (computing + waiting) if tokens and computing else None,
         mfu=sum(used) / len(used) if used else None,
+        attention=next((str(row["attention"]) for row in recent[-1:] if "attention" in row), None),
         curves=curves(shot.command, rows),
         roles=[*_roles(shot)],
         saved=saved,

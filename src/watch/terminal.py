@@ -120,7 +120,7 @@ class RunPanel:
         if shown.tokens_per_second is not None:
             yield f"{shown.tokens_per_second:,.0f} learned tokens/s"
         if shown.mfu is not None:
-            yield f"MFU {shown.mfu:.1%}"
+            yield f"MFU {shown.mfu:.1%}" + (f", attention {shown.attention}" if shown.attention else "")
 
     def _curves(self, width: int, most: int, plain: bool) -> Table:
         table = Table.grid(padding=(0, 2))

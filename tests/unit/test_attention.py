@@ -46,7 +46,7 @@ from cairn.trainer.losses import Likelihood, LossInputs
 from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.packing import MicroBatch, fill_rows
 from cairn.trainer.scoring.head import Head
-from cairn.trainer.scoring.self_check import find_rows
+from cairn.trainer.scoring.self_check import check_scorer, find_rows
 from cairn.trainer.scoring.tokens import Scorer
 
 group = one_rank
@@ -373,6 +373,13 @@ def test_a_kernel_is_taken_if_the_model_scores_samples_rightly_with_it(
     own = made.attention
     assert find_rows(made, group, rounding=compute, kernel=make_attention(kind, made.model)) == rows
     assert made.attention.kind == taken
+    layers = {
+        "qwen3": "varlen (all tokens before)",
+        "mistral_sliding": "varlen (window of 8)",
+        "gpt_oss": "flex (all tokens before, sinks; window of 8, sinks)",
+        "stablelm": "dense (sdpa)",
+    }
+    assert str(made.attention) == layers.get(family, str(made.attention))
     assert made.model.config._attn_implementation == (own.name if taken == "dense" else NAMES[kind])
     micro = fill_rows([[Sample(np.arange(6, 20, dtype=np.int32), np.ones(14, bool))]])
     made.logprobs(micro, 1.0).sum().backward()
@@ -399,6 +406,20 @@ def test_a_kernel_that_is_wrong_is_not_taken(scorer, group: RankGroup, kernels, 
     assert re.search(said, warning)
     with pytest.raises(UsageError, match="attention = 'varlen' is asked for, and others are not tried"):
         find_rows(made, group, rounding="float32", kernel=varlen, must_be_kernel=True)
+
+
+@pytest.mark.parametrize(("device", "told"), [(H100, True), (Device(None, torch.float32), False)])
+def test_dense_attention_on_a_gpu_is_told_with_the_reason(
+    scorer, group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog, device: Device, told: bool
+):
+    monkeypatch.setattr(Device, "of", lambda *_: device)
+    made = scorer("llama4")
+    check_scorer(made, SFTConfig(), group)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ([warned[0]] if told else [])
+    if told:
+        assert "flex: it attends within chunks" in warned[0]
+        assert "dense attention takes time and memory" in warned[0]
 
 
 @pytest.mark.parametrize("knows", [True, False])

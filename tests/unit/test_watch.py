@@ -252,8 +252,8 @@ def test_a_curve_of_any_values_fits(values: list[float], width: int):
 
 def test_use_of_gpus_where_there_are_any(tmp_path: Path, said: Callable):
     """Of rows of GPUs, in the view as in Python; nothing on CPUs."""
-    gpu, cpu = make(tmp_path / "gpu", mfu=0.412), make(tmp_path / "cpu")
-    assert "  MFU 41.2%" in said("watch", gpu.path)[1]
+    gpu, cpu = make(tmp_path / "gpu", mfu=0.412, attention="varlen (window of 9)"), make(tmp_path / "cpu")
+    assert "  MFU 41.2%, attention varlen (window of 9)" in said("watch", gpu.path)[1]
     assert "MFU" not in said("watch", cpu.path)[1]
     assert cairn.Run(gpu.path).overview().mfu == pytest.approx(0.412)
     assert overview(RunView(cpu.path)).mfu is None

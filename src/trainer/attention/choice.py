@@ -46,12 +46,21 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 class Attention:
     """The attention of a model's layers; transformers knows it by `name`.
 
-    windows: of each layer; None for a layer that sees all tokens before.
+    windows: of each layer; None for a layer that sees all tokens before. calls: what layers have asked of the
+    kernel.
     """
 
     kind: Kind
     name: str
     windows: tuple[int | None, ...] = (None,)
+    calls: frozenset[KernelCall] = frozenset()
+
+    def __str__(self) -> str:
+        """As people are told: the kernel, and for which kinds of layers; of the model's own, its name."""
+        if self.kind == "dense":
+            return f"dense ({self.name})"
+        layers = sorted({_kind_of_layer(call) for call in self.calls})
+        return f"{self.kind} ({'; '.join(layers)})" if layers else self.kind
 
     def use(self, model: PreTrainedModel) -> None:
         """Let the model's layers compute with it."""
@@ -67,6 +76,13 @@ class Attention:
             masks = {window or 0: make_block_mask(micro.bounds, tokens, window) for window in self.windows}
             return {"block_masks": masks}
         return {}
+
+
+def _kind_of_layer(call: KernelCall) -> str:
+    """How far a layer sees, and what it adds to that."""
+    seen = "all tokens before" if call.window is None else f"window of {call.window}"
+    capped = f", scores capped at {call.softcap:g}" if call.softcap is not None else ""
+    return seen + capped + (", sinks" if call.has_sinks else "")
 
 
 @dataclass(frozen=True)

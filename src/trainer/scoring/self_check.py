@@ -9,7 +9,7 @@ up to rounding.
 import contextlib
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from cairn.trainer.attention.choice import (
     choose,
     kernel_problem,
 )
-from cairn.trainer.attention.kernels import noted
+from cairn.trainer.attention.kernels import KernelCall, noted
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.scoring.tokens import Scorer, reshard
@@ -49,6 +49,8 @@ one sample does not depend on the values of another in any data type, except whe
 of tokens."""
 ABOVE_ROUNDING = 4.0
 """In models with such experts: largest ratio of that change to the change for a sample in another row."""
+DENSE = "%s (%s): dense attention takes time and memory for all pairs of tokens in a row"
+"""A warning: why there is no kernel."""
 MANY_TOKENS = 4096
 """Tokens of the samples are drawn from the first so many of the vocabulary."""
 
@@ -61,7 +63,7 @@ class _Way:
     rows: Rows
 
     def __str__(self) -> str:
-        return f"{self.rows.name}, with {self.attention.kind} attention"
+        return f"{self.rows.name}, with attention {self.attention}"
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,16 @@ def find_rows(
     samples = _make_samples(model.config)
     before, was_training = scorer.rows, model.training
     devices = [group.device] if group.device.type == "cuda" else []
-    verdicts = []
+    verdicts: list[_Verdict] = []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices), uncompiled(model):
             check = _Check(scorer, group, samples, ROUNDING[rounding])
             for way in ways:
-                verdicts.append(_Verdict(way, check.problem(way)))
-                if verdicts[-1].problem is None:
+                problem = check.problem(way)
+                attention = replace(way.attention, calls=frozenset(check.calls))
+                verdicts.append(_Verdict(replace(way, attention=attention), problem))
+                if problem is None:
                     break
     finally:
         scorer.rows = before
@@ -143,12 +147,8 @@ def find_rows(
     for verdict in verdicts:
         if verdict.problem is None:
             logger.info("micro-batches: %s", verdict.way)
-            if kernel is not None and verdict.way.attention is own:
-                logger.warning(
-                    "%s attention can't be used (%s): dense attention takes time and memory for all pairs of "
-                    "tokens in a row",
-                    *(kernel.kind, verdicts[0].problem),
-                )
+            if kernel is not None and verdict.way.attention.kind == own.kind:
+                logger.warning(DENSE, f"{kernel.kind} attention can't be used", verdicts[0].problem)
             scorer.attend(verdict.way.attention)
             return verdict.way.rows
         logger.info("micro-batches can't be %s: %s", verdict.way, verdict.problem)
@@ -183,6 +183,8 @@ class _Check:
         self.group = group
         self.first, self.other, self.second = samples
         self.rounding = rounding
+        self.calls: set[KernelCall] = set()
+        """What the layers have asked of a kernel, the last way that was tried."""
 
     @cached_property
     def alone(self) -> torch.Tensor:
@@ -197,11 +199,12 @@ class _Check:
 
     def problem(self, way: _Way) -> str | None:
         """What is wrong with scoring samples this way; all ranks come to the same answer."""
+        self.calls = set()
         try:
             self.scorer.attend(way.attention)
-            with noted() as calls:
+            with noted() as self.calls:
                 problem = self._problem(way.rows)
-            for call in () if problem else calls:
+            for call in () if problem else self.calls:
                 problem = problem or kernel_problem(way.attention, call, self.group.device)
         except Exception as error:  # a model may refuse masks in any way
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -328,6 +331,8 @@ def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first
     device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
     kernel, why = choose(config.attention, scorer.model, device)
     logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
+    if kernel is None and device.capability is not None and config.attention == "auto":
+        logger.warning(DENSE, "no other attention serves the model", why)
     scorer.rows = find_rows(
         scorer.checked,
         group,

@@ -111,6 +111,7 @@ function drawHead(state) {
     about.pace !== null ? ["a step takes", span(about.pace)] : null,
     about.tokens_per_second !== null ? ["learned tokens/s", short(about.tokens_per_second)] : null,
     about.mfu !== null ? ["MFU", percent(about.mfu), "model FLOPs utilisation: the share of the GPUs' peak that training uses while it computes"] : null,
+    about.mfu !== null && about.attention !== null ? ["attention", shown(about.attention)] : null,
     about.saved ? ["last checkpoint", `step ${about.saved.step}${about.saved.age === null ? "" : `, ${ago(about.saved.age)}`}`] : ["last checkpoint", "none"],
     ["restarts", about.restarts ? `${about.restarts}, ${about.recomputed} steps again` : "0"],
     // Starting counts against goodput, so in a short run without restarts it says nothing.
