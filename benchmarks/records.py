@@ -12,7 +12,9 @@ lines and json.loads of each, which checks nothing and can't go to a record.
 
 ranks: processor seconds of one rank for a step's batch of many ranks, from the order of records to packed
 micro-batches, if it tokenises all records (whole_s), and with the shares of the others, which are made
-before and not counted (share_s). exchanged_mb: what all ranks tell each other. The tokenizer is the
+before and not counted (share_s). exchanged_mb: what all ranks tell each other. The same tokens as a batch
+of RL, with logprobs and advantages, from its file: all of it read (file_whole_s), and the rows of the rank
+(file_share_s). The tokenizer is the
 example's, and the limit of a row 4096 tokens, of which each rank has 8 rows.
 
 Runs as `python benchmarks/records.py [--mb N] [--folder F] [--ranks N] [--quick] [--json]`.
@@ -182,9 +184,12 @@ def by_limit(folder: Path) -> dict[str, Any]:
 def by_ranks(folder: Path, ranks: int) -> dict[str, Any]:
     """A step's batch, as one of its ranks makes it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processor time of other threads would be counted as well
+    import numpy as np
     from transformers import AutoTokenizer
 
     from cairn.config.trainer import SFTConfig
+    from cairn.run.batches import RLBatch, Sample, Sampling, open_batch, read_batch, write_batch
+    from cairn.run.messages import BatchHeader, ShippedBatch
     from cairn.trainer.data.batches import SFTData
     from cairn.trainer.data.shares import Shares
     from cairn.trainer.packing import make_rank_batch
@@ -226,10 +231,28 @@ def by_ranks(folder: Path, ranks: int) -> dict[str, Any]:
     whole, expected = made(None)
     share, found = made(Exchange(0))
     assert found.digest == expected.digest
+
+    def read(open_file: Callable[[Path], Any]) -> float:
+        begin = time.process_time()
+        make_rank_batch(open_file(path), config, rank=0, world_size=ranks, spread=True)
+        return time.process_time() - begin
+
+    path = folder / "batch.safetensors"
+    source = SFTData(config.data, tokenizer, 0, 0, row_length=config.seq_len)
+    samples = [
+        Sample(one.token_ids, one.loss_mask, dict.fromkeys(("logprobs", "advantages"), values))
+        for one in source.next_batch(1).samples
+        for values in (np.ones(len(one.token_ids), np.float32),)
+    ]
+    row = ShippedBatch(1, [[0, 0]], len(samples), found.counts.tokens, "", 0)
+    header = BatchHeader("run", "branch", "run:1", 1, "run:branch:0", [0], row)
+    write_batch(path, RLBatch(samples, sampling=Sampling(1.0), header=header))
+    file_whole, file_share = read(read_batch), read(open_batch)
     return {
         "ranks": ranks,
         **{"records": config.data.batch_size, "tokens": found.counts.tokens},
         **{"whole_s": round(whole, 3), "share_s": round(share, 3)},
+        **{"file_whole_s": round(file_whole, 3), "file_share_s": round(file_share, 3)},
         "exchanged_mb": round(sum(map(len, shares)) / 1e6, 1),
     }
 

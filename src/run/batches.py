@@ -11,7 +11,7 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -193,7 +193,7 @@ class Batch:
     and does not learn from.
     """
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: Sampling = field(kw_only=True)
     together: int = field(default=1, kw_only=True)
@@ -207,13 +207,32 @@ class Batch:
     def digest(self) -> str:
         """Names what is learned from: the ledger notes it when a batch is shipped, the trainer's row when it
         was trained on."""
-        digest = hashlib.blake2b(digest_size=8)
-        for sample in (*self.samples, *self.scored):
-            digest.update(len(sample.token_ids).to_bytes(8, "little"))
-            columns = (sample.columns[name] for name in COLUMNS if name in sample.columns)
-            for values in (sample.token_ids, sample.loss_mask, *columns):
-                digest.update(np.ascontiguousarray(values).data)
-        return digest.hexdigest()
+        return digest_of((*self.samples, *self.scored))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of its samples' columns; see `columns_of`."""
+        return columns_of(self.samples)
+
+    @property
+    def loss_masks(self) -> Sequence[np.ndarray]:
+        """Of each sample, which tokens are learned."""
+        return [sample.loss_mask for sample in self.samples]
+
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of these numbers."""
+        return [self.samples[number] for number in numbers]
+
+
+def digest_of(samples: Iterable[Sample]) -> str:
+    """Names the content of samples, in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for sample in samples:
+        digest.update(len(sample.token_ids).to_bytes(8, "little"))
+        columns = (sample.columns[name] for name in COLUMNS if name in sample.columns)
+        for values in (sample.token_ids, sample.loss_mask, *columns):
+            digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
 
 
 @dataclass
@@ -241,7 +260,10 @@ def write_batch(path: Path, batch: RLBatch) -> None:
         tensors[name] = values.astype(COLUMNS[name].dtype)
     parts = {"metrics": batch.metrics, "info": batch.header.to_json(), "sampling": asdict(batch.sampling)}
     metadata = {name: json.dumps(part) for name, part in parts.items()}
-    metadata["digest"] = _file_digest(batch.digest(), metadata)
+    metadata["content"] = batch.digest()
+    metadata["samples"] = "".join(digest_of([sample]) for sample in samples)
+    metadata["index"] = _index_digest(metadata, tensors["lengths"], tensors["loss_mask"])
+    metadata["digest"] = _file_digest(metadata["content"], metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, metadata=metadata), durable=True)
 
@@ -289,6 +311,108 @@ def read_batch(path: Path) -> RLBatch:
     return RLBatch(samples, batch.metrics, sampling=sampling, header=header)
 
 
+@dataclass
+class BatchInFile(RLBatch):
+    """A batch whose samples are read from its file when they are asked for; `take` reads several at once."""
+
+    samples: "SamplesInFile" = field()  # pyright: ignore[reportIncompatibleVariableOverride] # never replaced
+    named: str = field(kw_only=True)
+    """Its digest, as the file has it."""
+
+    def digest(self) -> str:
+        return self.named
+
+    @property
+    def columns(self) -> list[str]:
+        return self.samples.columns
+
+    @property
+    def loss_masks(self) -> Sequence[np.ndarray]:
+        return self.samples.loss_masks
+
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of these numbers.
+
+        Raises:
+            DamagedFile: one is not as it was written.
+        """
+        return self.samples.take(numbers)
+
+
+class SamplesInFile(Sequence[Sample]):
+    """The samples of a batch's file, of which only the masks are in memory.
+
+    Args:
+        digests: of each sample, as the file's index has them.
+    """
+
+    def __init__(self, path: Path, loss_masks: Sequence[np.ndarray], columns: list[str], digests: list[str]):
+        self.columns = columns
+        self.loss_masks = loss_masks
+        self._path = path
+        self._ends = np.cumsum([len(mask) for mask in loss_masks]).tolist()
+        self._digests = digests
+
+    def __len__(self) -> int:
+        return len(self.loss_masks)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        numbers = range(len(self))[index]
+        return self.take([numbers])[0] if isinstance(numbers, int) else self.take(numbers)
+
+    def take(self, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of these numbers, each compared with its digest.
+
+        Raises:
+            DamagedFile: one is not as it was written.
+        """
+        found: list[Sample] = []
+        with _damage_named(self._path):
+            opened: Any = safe_open(self._path, framework="numpy")  # safetensors has no types for it
+            with opened as file:
+                names = ["token_ids", *self.columns]
+                tensors = {name: file.get_slice(name) for name in names}
+                for number in numbers:
+                    mask = self.loss_masks[number]
+                    start, end = self._ends[number] - len(mask), self._ends[number]
+                    token_ids, *columns = (tensors[name][start:end] for name in names)
+                    sample = Sample(token_ids, mask, dict(zip(self.columns, columns, strict=True)))
+                    if digest_of([sample]) != self._digests[number]:
+                        raise ValueError(f"sample {number} is not what was written")
+                    found.append(sample)
+        return found
+
+
+def open_batch(path: Path) -> RLBatch:
+    """Read the index of what `write_batch` wrote: all but tokens and columns, which are read when needed.
+
+    Raises:
+        FileNotFoundError, BadBatch, DamagedFile: as `read_batch` does.
+    """
+    if not appears(path):
+        raise FileNotFoundError(path)
+    with _damage_named(path):
+        opened: Any = safe_open(path, framework="numpy")  # safetensors has no types for it
+        with opened as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if "index" not in metadata:  # an earlier version wrote it
+                return read_batch(path)
+            names: list[str] = file.keys()
+            lengths, loss_mask = (file.get_tensor(name) for name in ("lengths", "loss_mask"))
+        if metadata["index"] != _index_digest(metadata, lengths, loss_mask):
+            raise ValueError("its index is not what was written")
+        masks = np.split(loss_mask, np.cumsum(lengths)[:-1])
+        digests = [metadata["samples"][16 * i : 16 * i + 16] for i in range(len(masks))]
+        samples = SamplesInFile(path, masks, [name for name in COLUMNS if name in names], digests)
+        metrics, header = _object(metadata["metrics"]), BatchHeader.from_json(metadata["info"])
+    sampling = _sampling(path, metadata.get("sampling", "nothing"))
+    return BatchInFile(samples, metrics, sampling=sampling, header=header, named=metadata["content"])
+
+
 def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """What a safetensors file says beside its tensors, and these if they are wanted."""
     opened: Any = safe_open(path, framework="numpy")  # safetensors has no types for it
@@ -319,6 +443,15 @@ def _file_digest(samples: str, metadata: dict[str, str]) -> str:
     """Of all that a batch file holds, so that damage is found."""
     parts = [samples, *(f"{name}={metadata.get(name)}" for name in ("metrics", "info", "sampling"))]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _index_digest(metadata: dict[str, str], lengths: np.ndarray, loss_mask: np.ndarray) -> str:
+    """Of all that is read of a batch file before any sample is."""
+    named = ("content", "samples", "metrics", "info", "sampling")
+    digest = hashlib.blake2b("\n".join(metadata[name] for name in named).encode(), digest_size=8)
+    for values in (lengths, loss_mask):
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
 
 
 def _sampling(path: Path, found: str) -> Sampling:

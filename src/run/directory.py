@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
+from cairn.run.batches import BadBatch, RLBatch, batch_path, open_batch, read_batch, read_origin
 from cairn.run.errors import UsageError
 from cairn.run.file_system import file_system_of, flock, look_anew, open_lock
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
@@ -365,6 +365,8 @@ class RunDirectory:
     def batch(self, attempt: Attempt, step: int) -> RLBatch | None:
         """The batch of optimiser step `step`, if it was shipped by this branch of this run.
 
+        Its samples are read from the file when they are asked for.
+
         Raises:
             BadBatch: it was, by a version of Cairn that wrote too little about it.
             DamagedFile: its file is damaged.
@@ -372,7 +374,7 @@ class RunDirectory:
         path = batch_path(self.batches, step)
         try:
             belongs = read_origin(path) == (attempt.run_id, attempt.branch)
-            return read_batch(path) if belongs else None
+            return open_batch(path) if belongs else None
         except FileNotFoundError:
             return None
 

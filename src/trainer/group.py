@@ -171,8 +171,10 @@ class RankGroup:
 
     def exchange(self) -> ThreadExchange:
         """Exchange of bytes between one thread of each rank; all ranks call it."""
-        alone = self.world_size == 1
-        group = None if alone else dist.new_group(backend="gloo", timeout=self.patience)
+        if self.world_size == 1:
+            return ThreadExchange(self.rank, self.world_size, None)
+        group = dist.new_group(backend="gloo", timeout=self.patience)
+        assert isinstance(group, dist.ProcessGroup)  # of which every rank is a member
         return ThreadExchange(self.rank, self.world_size, group)
 
     def seed(self, seed: int) -> None:

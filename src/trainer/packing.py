@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -186,33 +186,36 @@ def make_rank_batch(
             answers to one prompt are spread over the parts.
         updates: of the weights; they go through the parts in turn.
     """
-    together = batch.together
+    together, masks = batch.together, batch.loss_masks
     how: dict[str, Any] = {
         "row_length": config.seq_len,
         "rows_each": config.micro_batch_size,
         "tokens": config.micro_batch_tokens,
         "arrange": arrange or shared_rows,
     }
-    mini_batches = max(1, min(mini_batches, len(batch.samples) // together))
+    mini_batches = max(1, min(mini_batches, len(masks) // together))
     parts: list[UpdateBatch] = []
     for number in range(mini_batches):
-        starts = range(number * together, len(batch.samples), mini_batches * together)
-        whole = [sample for start in starts for sample in batch.samples[start : start + together]]
-        samples = [sample.cut(config.seq_len) for sample in whole]
-        learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
-        lengths = [len(sample.token_ids) for sample in samples]
+        starts = range(number * together, len(masks), mini_batches * together)
+        chosen = [i for start in starts for i in range(start, start + together)]
+        whole = [len(masks[i]) for i in chosen]
+        learned = [int(np.count_nonzero(masks[i][1 : config.seq_len])) for i in chosen]
+        lengths = [min(length, config.seq_len) for length in whole]
         groups = group_rows(lengths, **how, together=together, ranks=world_size if spread else 1)
         work, room = work_of(groups, lengths, world_size)
-        micros = fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
+        own = sorted(i for group in groups[rank::world_size] for row in group for i in row)
+        taken = batch.take([chosen[i] for i in own])
+        samples = dict(zip(own, (sample.cut(config.seq_len) for sample in taken), strict=True))
+        micros = fill_groups(groups, samples, batch.columns, rank, world_size, together)
         counts = BatchCounts(
-            samples=len(samples),
+            samples=len(lengths),
             tokens=sum(lengths),
             learned=sum(learned),
-            cut=sum(len(sample.token_ids) > config.seq_len for sample in whole),
+            cut=sum(length > config.seq_len for length in whole),
             unlearned=learned.count(0),
-            records=len(samples) // together,
-            computed=sum(computed_tokens(group, samples) for group in groups),
-            lost=sum(int(np.count_nonzero(sample.loss_mask[config.seq_len :])) for sample in whole),
+            records=len(lengths) // together,
+            computed=sum(computed_tokens(group, lengths) for group in groups),
+            lost=sum(int(np.count_nonzero(masks[i][config.seq_len :])) for i in chosen),
             work=work,
             room=room,
         )
@@ -308,7 +311,8 @@ def make_micro_batches(
     lengths = [len(sample.token_ids) for sample in samples]
     how = {"row_length": row_length, "rows_each": rows_each, "tokens": tokens, "together": together}
     groups = group_rows(lengths, **how, arrange=arrange)
-    return fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
+    own = dict(enumerate(samples))
+    return fill_groups(groups, own, columns_of(samples), rank, world_size, together)
 
 
 PAIR = 1 / 50_000
@@ -393,24 +397,32 @@ def work_of(groups: list[Group], lengths: Sequence[int], ranks: int) -> tuple[fl
 
 
 def fill_groups(
-    groups: list[Group], samples: list[Sample], *, rank: int, world_size: int, together: int = 1
+    groups: list[Group],
+    samples: Mapping[int, Sample],
+    columns: Sequence[str],
+    rank: int,
+    world_size: int,
+    together: int,
 ) -> list[MicroBatch]:
     """This rank's micro-batches: number rank, rank + world_size, ... of the whole step's.
 
     How samples are packed does not depend on the number of ranks. Every rank gets equally many micro-batches,
     since the ranks run in lockstep; empty ones, from which nothing is learned, make up the number.
+
+    Args:
+        samples: by number, of this rank's micro-batches at least.
+        columns: that the samples of the batch have.
     """
-    names = columns_of(samples)
     return [
-        fill_rows([[samples[i] for i in row] for row in group], index, names, together)
+        fill_rows([[samples[i] for i in row] for row in group], index, columns, together)
         for index in range(rank, -(-len(groups) // world_size) * world_size, world_size)
         for group in (groups[index] if index < len(groups) else [],)
     ]
 
 
-def computed_tokens(group: Group, samples: list[Sample]) -> int:
+def computed_tokens(group: Group, lengths: Sequence[int]) -> int:
     """Tokens of a micro-batch of these rows, which are as long as the longest, and have 2 tokens or more."""
-    return len(group) * max(2, *(sum(len(samples[i].token_ids) for i in row) for row in group))
+    return len(group) * max(2, *(sum(lengths[i] for i in row) for row in group))
 
 
 def fill_rows(

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from cairn.launch.supervisor import check_in_place
 from cairn.run import directory, files
@@ -29,9 +30,12 @@ from cairn.run.batches import (
     Batch,
     RLBatch,
     Sample,
+    SamplesInFile,
     Sampling,
     batch_path,
     columns_of,
+    digest_of,
+    open_batch,
     read_batch,
     read_origin,
     write_batch,
@@ -143,6 +147,23 @@ def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: lis
             assert written.dtype == found.dtype
             np.testing.assert_array_equal(written, found)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    opened = open_batch(path)
+    assert (opened.metrics, opened.header, opened.sampling) == (metrics, header, Sampling(0.7))
+    assert opened.digest() == Batch(batch, sampling=FROM_TEXT).digest()
+    assert [digest_of([one]) for one in opened.samples] == [digest_of([one]) for one in batch]
+
+
+def test_a_batch_of_an_earlier_version_is_read_as_a_whole(tmp_path: Path):
+    """It has no index, by which single samples could be compared with what was written."""
+    path = batch_path(tmp_path, 1)
+    made = [Sample.of_answer([5] * n, [7] * n, logprobs=0.5, advantages=1.0) for n in range(1, 9)]
+    write_batch(path, RLBatch(made, sampling=FROM_TEXT, header=make_header(1)))
+    assert isinstance(open_batch(path).samples, SamplesInFile)
+    with safe_open(path, "numpy") as file:
+        metadata = {k: v for k, v in file.metadata().items() if k not in ("index", "content", "samples")}
+    save_file(load_file(path), path, metadata)
+    assert type(open_batch(path)) is RLBatch
+    assert open_batch(path).digest() == digest_of(made)
 
 
 def test_a_batch_that_is_not_there(tmp_path: Path):
@@ -208,9 +229,14 @@ def test_a_damaged_batch_is_noticed(tmp_path: Path):
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place])
-        with pytest.raises(DamagedFile, match=str(path)):
-            read_batch(path)
+        for read in (read_batch, open_batch):
+            with pytest.raises(DamagedFile, match=str(path)):
+                read(path)
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with contextlib.suppress(DamagedFile):
+            found = open_batch(path)
+            assert (found.metrics, found.header) == ({"reward/mean": 0.5}, make_header(1))
+            assert found.digest() == digest_of(found.samples) == digest_of([sample])
         with contextlib.suppress(DamagedFile):  # a space more or less in the header changes nothing
             found = read_batch(path)
             assert (found.metrics, found.header) == ({"reward/mean": 0.5}, make_header(1))

@@ -5,7 +5,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -28,11 +28,20 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.optimizer import SchedulerConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.policy.receiver import read_source
-from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
+from cairn.run.batches import (
+    FROM_TEXT,
+    Batch,
+    RLBatch,
+    Sample,
+    SamplesInFile,
+    Sampling,
+    open_batch,
+    write_batch,
+)
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.messages import Attempt
+from cairn.run.messages import Attempt, BatchHeader, ShippedBatch
 from cairn.trainer.data import batches
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import Encoder
@@ -97,7 +106,7 @@ def test_every_sample_gets_into_one_row_that_has_room(lengths: list[int], row_le
     assert (len(rows) - 1) * row_length < 2 * sum(lengths)
 
 
-@given(st.lists(st.integers(1, 32), max_size=40), st.integers(32, 64))
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=40), st.integers(32, 64))
 def test_no_more_rows_are_filled_than_by_first_fit(lengths: list[int], row_length: int):
     """The longest first, each into the first row that has room."""
     room: list[int] = []
@@ -292,6 +301,44 @@ def test_every_token_is_there_once_with_all_that_belongs_to_it(
 
 
 # One step of a real model
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rank_reads_the_samples_of_its_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+):
+    """Of a batch in a file, and makes of them what it makes of a batch in memory."""
+    made = random_samples(3, [12, 5, 30, 7, 9, 20, 3, 11])
+    version = "run:branch_1:0"
+    header = BatchHeader(
+        "run", "branch_1", "run:1", 1, version, [0], ShippedBatch(1, [[1, 1]], 8, 97, "digest", 0)
+    )
+    whole = RLBatch(made, sampling=Sampling(0.7), header=header)
+    write_batch(tmp_path / "batch", whole)
+    read: list[int] = []
+    take = SamplesInFile.take
+
+    def noted(self: SamplesInFile, numbers: Sequence[int]) -> list[Sample]:
+        read.extend(numbers)
+        return take(self, numbers)
+
+    monkeypatch.setattr(SamplesInFile, "take", noted)
+    for rank in range(world_size):
+        how = {"rank": rank, "world_size": world_size, "mini_batches": 2}
+        before = len(read)
+        found, expected = (
+            make_rank_batch(one, TrainerConfig(seq_len=24), **how)
+            for one in (open_batch(tmp_path / "batch"), whole)
+        )
+        assert len(read) - before < 8 or world_size == 1
+        assert (found.counts, found.digest, found.parts[0].lengths) == (
+            *(expected.counts, expected.digest, expected.parts[0].lengths),
+        )
+        for micro, other in zip(found.micros, expected.micros, strict=True):
+            assert micro.columns.keys() == other.columns.keys()
+            for values, wanted in zip(columns(micro), columns(other), strict=True):
+                assert torch.equal(values, wanted)
+    assert sorted(read) == list(range(8))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

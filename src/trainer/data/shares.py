@@ -103,7 +103,7 @@ class _Share(NamedTuple):
             "refused": list(self.made.refused.items()),
             "failed": self.failed,
         }
-        tensors = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+        tensors: dict[str, np.ndarray] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         if samples:
             tensors["lengths"] = np.array([len(sample.token_ids) for sample in samples], np.int64)
             tensors["token_ids"] = np.concatenate([sample.token_ids for sample in samples])
