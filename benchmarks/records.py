@@ -191,7 +191,7 @@ def by_ranks(folder: Path, ranks: int) -> dict[str, Any]:
     from cairn.run.batches import RLBatch, Sample, Sampling, open_batch, read_batch, write_batch
     from cairn.run.messages import BatchHeader, ShippedBatch
     from cairn.trainer.data.batches import SFTData
-    from cairn.trainer.data.shares import Shares
+    from cairn.trainer.data.shares import RecordShares
     from cairn.trainer.packing import make_rank_batch
 
     model = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
@@ -216,7 +216,7 @@ def by_ranks(folder: Path, ranks: int) -> dict[str, Any]:
             return shares
 
     def made(exchange: Exchange | None) -> tuple[float, Any]:
-        shared = Shares(exchange)
+        shared = RecordShares(exchange)
         source = SFTData(config.data, tokenizer, 0, 0, row_length=config.seq_len, shares=shared)
         begin = time.process_time()
         batch = source.next_batch(1)

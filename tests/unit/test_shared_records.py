@@ -20,7 +20,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.preferences import open_preferences
 from cairn.trainer.data.rendering import RecordRefused
-from cairn.trainer.data.shares import Made, Shares
+from cairn.trainer.data.shares import EncodedRecords, RecordShares
 
 
 class Thread:
@@ -38,11 +38,11 @@ class Thread:
         return said
 
 
-def on_ranks(count: int, act: Callable[[Shares], Any]) -> list[Any]:
+def on_ranks(count: int, act: Callable[[RecordShares], Any]) -> list[Any]:
     """What `act` returns on each of so many ranks."""
     said, barrier = [b""] * count, threading.Barrier(count)
     with ThreadPoolExecutor(count) as pool:
-        ranks = [Shares(Thread(rank, count, said, barrier)) for rank in range(count)]
+        ranks = [RecordShares(Thread(rank, count, said, barrier)) for rank in range(count)]
         return [future.result() for future in [pool.submit(act, rank) for rank in ranks]]
 
 
@@ -72,7 +72,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path, name: str)
     """Nor do their metrics and the position behind them; also where records are left out, through epochs."""
     config = settings_of(tmp_path, name)
 
-    def read(shares: Shares | None) -> list[Any]:
+    def read(shares: RecordShares | None) -> list[Any]:
         data = SFTData(config, tokenizer_of(STRICT + CHATML), 3, 0, row_length=32, shares=shares)
         data.check_start()
         return about([data.next_batch(step) for step in range(1, 5)], data)
@@ -88,7 +88,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path, name: str)
 def test_units_of_preferences_do_not_depend_on_the_number_of_ranks(tmp_path: Path, form: str):
     config = write_pairs(tmp_path / "pairs.jsonl", PAIRS)
 
-    def read(shares: Shares | None) -> list[Any]:
+    def read(shares: RecordShares | None) -> list[Any]:
         data = open_preferences(config, form, tokenizer(), 0, row_length=24, shares=shares)
         taken, units, metrics = data.next_units(2 * len(PAIRS))
         fields = [
@@ -102,15 +102,15 @@ def test_units_of_preferences_do_not_depend_on_the_number_of_ranks(tmp_path: Pat
 def test_a_rank_makes_its_share():
     """Every so many-th record, and no other; all get all."""
 
-    def act(shares: Shares) -> list[int]:
+    def act(shares: RecordShares) -> list[int]:
         made: list[int] = []
 
-        def make(numbers: Sequence[int]) -> Made:
+        def make(numbers: Sequence[int]) -> EncodedRecords:
             made.extend(numbers)
-            return Made([[] for _ in numbers], {number: "odd" for number in numbers if number % 2})
+            return EncodedRecords([[] for _ in numbers], {number: "odd" for number in numbers if number % 2})
 
         found = shares.make(list(range(10, 20)), make)
-        assert found == Made([[]] * 10, dict.fromkeys(range(11, 20, 2), "odd"))
+        assert found == EncodedRecords([[]] * 10, dict.fromkeys(range(11, 20, 2), "odd"))
         return made
 
     assert on_ranks(4, act) == [[10, 14, 18], [11, 15, 19], [12, 16], [13, 17]]
@@ -123,7 +123,7 @@ def test_what_ends_the_run_is_the_same_on_all_ranks(tmp_path: Path):
         name=write(tmp_path / "data.jsonl", [*RECORDS[:3], NO]), batch_size=4, shuffle=False
     )
 
-    def read(shares: Shares) -> str:
+    def read(shares: RecordShares) -> str:
         data = SFTData(config, tokenizer_of(STRICT + CHATML), 3, 0, row_length=32, shares=shares)
         with pytest.raises(UsageError, match="the chat template refuses it: not that"):
             data.check_start()
@@ -135,8 +135,8 @@ def test_what_ends_the_run_is_the_same_on_all_ranks(tmp_path: Path):
 
 
 def test_ranks_with_different_records_are_told():
-    def act(shares: Shares, numbers: Sequence[int]) -> None:
-        shares.make(numbers, lambda own: Made([[] for _ in own], {}))
+    def act(shares: RecordShares, numbers: Sequence[int]) -> None:
+        shares.make(numbers, lambda own: EncodedRecords([[] for _ in own], {}))
 
     begun = iter(([0, 1, 2, 3], [1, 2, 3, 4]))
     with pytest.raises(RuntimeError, match="different records"):

@@ -14,7 +14,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.opening import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.shares import Made, Shares
+from cairn.trainer.data.shares import EncodedRecords, RecordShares
 from cairn.trainer.data.sources import SFT, RecordSource
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SFTData:
         row_length: int | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         rows: int | None = None,
-        shares: Shares | None = None,
+        shares: RecordShares | None = None,
     ):
         """Open the data sets.
 
@@ -62,7 +62,7 @@ class SFTData:
             BadRecord: a data set can't be read.
         """
         self.config = config
-        self._shares = shares or Shares()
+        self._shares = shares or RecordShares()
         self.tokenizer = tokenizer
         self.seed = seed
         self.row_length = row_length
@@ -184,10 +184,10 @@ class SFTData:
             RecordRefused: one can't be trained on, and that is to end the run.
         """
 
-        def make(own: Sequence[int]) -> Made:
+        def make(own: Sequence[int]) -> EncodedRecords:
             records = source.read(own)
             try:
-                return Made(self._encoder.turns(records, own, source.where), {})
+                return EncodedRecords(self._encoder.turns(records, own, source.where), {})
             except RecordRefused:
                 if self.config.unreadable == "error":
                     raise
@@ -199,7 +199,7 @@ class SFTData:
                 except RecordRefused as error:
                     refused[number] = error.why
                     found.append([])
-            return Made(found, refused)
+            return EncodedRecords(found, refused)
 
         samples, refused = self._shares.make(numbers, make)
         self._refused |= {(label, number): why for number, why in refused.items()}

@@ -18,7 +18,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.data.opening import RecordOrder, Taken, identity_of_all
 from cairn.trainer.data.preference_forms import FORMS, mismatched, name_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
-from cairn.trainer.data.shares import Made, Shares
+from cairn.trainer.data.shares import EncodedRecords, RecordShares
 from cairn.trainer.data.sources import Indexed
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class PreferenceData:
         row_length: int,
         template_arguments: Mapping[str, Any] | None = None,
         rows: int | None = None,
-        shares: Shares | None = None,
+        shares: RecordShares | None = None,
     ):
         """Open the data sets, and go on behind the first `position` units.
 
@@ -70,7 +70,7 @@ class PreferenceData:
             BadRecord: a data set can't be read.
         """
         self.config = config
-        self._shares = shares or Shares()
+        self._shares = shares or RecordShares()
         self.seed = seed
         self.form_name, self.form = form, FORMS[form]
         self.together = TOGETHER[form]
@@ -188,7 +188,7 @@ class PreferenceData:
             found |= zip([(label, number) for number in numbers], samples, strict=True)
         return [found[one] for one in taken]
 
-    def _make(self, label: str, numbers: Sequence[int]) -> Made:
+    def _make(self, label: str, numbers: Sequence[int]) -> EncodedRecords:
         """The samples of units of one data set.
 
         Raises:
@@ -196,7 +196,7 @@ class PreferenceData:
         """
         samples = self._encode_units(label, numbers, self._answers(label, numbers))
         refused = {n: self._refused[label, n] for n in numbers if (label, n) in self._refused}
-        return Made(samples, refused)
+        return EncodedRecords(samples, refused)
 
     def _encode_units(
         self, label: str, numbers: Sequence[int], units: list[list[Answer]]

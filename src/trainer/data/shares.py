@@ -10,7 +10,7 @@ from safetensors.numpy import load, save
 from cairn.run.batches import Sample, columns_of
 
 
-class Exchange(Protocol):
+class Gathering(Protocol):
     """What goes between the ranks; all of them call `gather`, in the same order."""
 
     @property
@@ -24,7 +24,7 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The exchange of one rank."""
 
     rank = 0
@@ -34,27 +34,27 @@ class Alone:
         return [mine]
 
 
-class Made(NamedTuple):
+class EncodedRecords(NamedTuple):
     """samples: of each record; none of one that is left out. refused: by its number, why it is left out."""
 
     samples: list[list[Sample]]
     refused: Mapping[int, str]
 
 
-class Shares:
+class RecordShares:
     """Divides records among the ranks, each of which makes every so many-th.
 
     Which samples a record becomes depends on nothing but the record, so that they are the same on any number
     of ranks.
     """
 
-    def __init__(self, exchange: Exchange | None = None):
+    def __init__(self, exchange: Gathering | None = None):
         """Args:
         exchange: None for a process that makes all itself.
         """
-        self._exchange = exchange or Alone()
+        self._exchange = exchange or SingleRank()
 
-    def make(self, numbers: Sequence[int], make: Callable[[Sequence[int]], Made]) -> Made:
+    def make(self, numbers: Sequence[int], make: Callable[[Sequence[int]], EncodedRecords]) -> EncodedRecords:
         """What `make` makes of the records of these numbers, which are the same on every rank; all call it.
 
         If a share can't be made, every rank makes everything itself: then all of them say what is wrong, in
@@ -67,7 +67,7 @@ class Shares:
         if ranks == 1:
             return make(numbers)
         own = numbers[self._exchange.rank :: ranks]
-        made = Made([], {})
+        made = EncodedRecords([], {})
         failed = False
         try:
             made = make(own) if own else made
@@ -84,14 +84,14 @@ class Shares:
         for rank, share in enumerate(everything):
             samples[rank::ranks] = share.made.samples
             refused |= share.made.refused
-        return Made(samples, refused)
+        return EncodedRecords(samples, refused)
 
 
 class _Share(NamedTuple):
     """What a rank tells the others: the numbers of its records, what it has made, or that it has failed."""
 
     numbers: Sequence[int]
-    made: Made
+    made: EncodedRecords
     failed: bool
 
     def written(self) -> bytes:
@@ -118,7 +118,9 @@ class _Share(NamedTuple):
         tensors = load(said)
         about: dict[str, Any] = json.loads(tensors.pop("about").tobytes())
         samples = _samples(tensors)
-        made = Made([[next(samples) for _ in range(n)] for n in about["counts"]], dict(about["refused"]))
+        made = EncodedRecords(
+            [[next(samples) for _ in range(n)] for n in about["counts"]], dict(about["refused"])
+        )
         return cls(about["numbers"], made, about["failed"])
 
 

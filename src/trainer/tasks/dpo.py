@@ -16,7 +16,7 @@ from cairn.run.recipe import template_arguments, tokenizer_of
 from cairn.trainer.data.looking import limits_of
 from cairn.trainer.data.opening import Taken, kept_identity
 from cairn.trainer.data.preferences import Numbers, open_preferences
-from cairn.trainer.data.shares import Shares
+from cairn.trainer.data.shares import RecordShares
 from cairn.trainer.frozen.reference import (
     ReferenceWeights,
     add_reference_point,
@@ -71,7 +71,7 @@ class DPOTask(Task):
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
             rows=limits_of(context.model_folder).rows,
-            shares=Shares(state.group.exchange()),
+            shares=RecordShares(state.group.exchange()),
         )
         identity = self._data.identity()
         kept = kept_identity(config.data, identity, recipe)

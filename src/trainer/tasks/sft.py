@@ -11,7 +11,7 @@ from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.looking import limits_of
 from cairn.trainer.data.opening import identity_of_all, kept_identity
-from cairn.trainer.data.shares import Shares
+from cairn.trainer.data.shares import RecordShares
 from cairn.trainer.losses import make_loss
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
@@ -45,7 +45,7 @@ class SFT(Task):
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
             rows=limits_of(context.model_folder).rows,
-            shares=Shares(state.group.exchange()),
+            shares=RecordShares(state.group.exchange()),
         )
         kept = kept_identity(config.data, identity_of_all(config.data, self._data.sources), recipe)
         self._data.check_start()
