@@ -1,4 +1,4 @@
-"""A seed of the chaos harness, through the script that users run; with -m soak more, others in each commit.
+"""A seed of the chaos harness, through the script that users run, of RL or SFT; with -m soak, all of them.
 
 Each kind of disaster has tests of its own in test_fault_points.py, test_restart.py, test_remote.py and
 test_durability.py.
@@ -11,30 +11,40 @@ from pathlib import Path
 
 import draws
 import pytest
-from runs import CONFIGS, Server, Shell
+from runs import CONFIGS, Shell
 from stores import s3_server
 
 pytestmark = pytest.mark.timeout(900)
 
-CAMPAIGNS = [
+RL = ("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
+RL = (*RL, "--orchestrator.prompts-per-step", 4, "--max-steps", 8)
+SFT = ("sft", "@", f"{CONFIGS}/sft.toml", "--max-steps", 10)
+CAMPAIGNS = {
     # As root: another run's weights, a power cut, SIGTERM to all processes.
-    (1870, 2, 1),
-    pytest.param(1870, 1, 1, marks=pytest.mark.soak),  # a torn ledger
-    pytest.param(draws.seed(__name__), 0, 6, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
-]
+    "RL, power cut": (1870, 2, 1),
+    # As root: its trainer is killed, a power cut, a disk that can only be read.
+    "SFT, power cut": (1095, 0, 1),
+    "RL, torn ledger": (1870, 1, 1),
+    "RL, new": (draws.seed(__name__), 0, 6),
+}
 """Seed, first run and number of runs."""
+IN_A_COMMIT = draws.cases(["RL, power cut", "SFT, power cut"], __name__, 1)
 
 
-@pytest.mark.parametrize(("seed", "first", "runs"), CAMPAIGNS, ids=["power cut", "torn ledger", "new"])
-def test_runs_keep_their_promises_through_disasters(
-    shell: Shell, server: Server, seed: int, first: int, runs: int
-):
-    """Short RL runs against a server that outlives them all."""
-    command = (
-        *("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml"),
-        *("--orchestrator.inference-url", server.url, "--orchestrator.prompts-per-step", 4),
-        *("--max-steps", 8, "--ckpt.interval", 2, "--ckpt.keep-last", 2),
-    )
+@pytest.mark.parametrize(
+    "name",
+    [
+        *IN_A_COMMIT,
+        pytest.param("RL, torn ledger", marks=pytest.mark.soak),
+        pytest.param("RL, new", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_runs_keep_their_promises_through_disasters(shell: Shell, request: pytest.FixtureRequest, name: str):
+    """Short runs, those of RL against a server that outlives them all."""
+    (seed, first, runs), command = CAMPAIGNS[name], SFT
+    if name.startswith("RL"):
+        command = (*RL, "--orchestrator.inference-url", request.getfixturevalue("server").url)
+    command = (*command, "--ckpt.interval", 2, "--ckpt.keep-last", 2)
     arguments = ("scripts/chaos.py", "--seed", seed, "--first", first, "--runs", runs, "--json")
     with shell.start("python", *arguments, "--", *command) as harness:
         finished = harness.finish(300 + 300 * runs)
