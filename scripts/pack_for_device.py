@@ -34,8 +34,11 @@ WITHOUT = ("wandb", "matplotlib", "obstore")
 LOCK = "requirements-gpu.lock"
 FILES = ("src", "cairn", "scripts", "benchmarks", "configs", "pyproject.toml", "README.md", "LICENSE")
 """What is packed of the repository."""
-UNUSED_RAY = ("jars", "rllib", "data", "serve", "tune", "train", "llm", "cpp", "dashboard/client")
-"""Folders of Ray's package that Cairn does not import."""
+UNUSED = (
+    *(f"ray/{part}" for part in ("jars", "rllib", "data", "serve", "tune", "train", "llm", "cpp")),
+    *("ray/dashboard/client", "pandas/tests"),
+)
+"""Folders of packages that Cairn does not import."""
 SITE = ".site"
 """The folder of the packages there, in that of the repository."""
 
@@ -150,8 +153,8 @@ def pack_packages(path: Path, pins: Mapping[str, str], python: str) -> None:
         command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
         command += ["--only-binary", ":all:", "--link-mode", "copy"]
         subprocess.run([*map(str, command)], cwd=bootstrap.ROOT, check=True)
-        for unused in UNUSED_RAY:
-            shutil.rmtree(site / "ray" / unused, ignore_errors=True)
+        for unused in UNUSED:
+            shutil.rmtree(site / unused, ignore_errors=True)
         about = about_cairn()
         own = site / f"{about['name']}-{about['version']}.dist-info"
         own.mkdir()
@@ -169,7 +172,7 @@ def pack(path: Path, members: Mapping[str, Path]) -> None:
         member.uname = member.gname = ""
         return None if "__pycache__" in member.name else member
 
-    with tarfile.open(path, "w:xz", preset=9) as archive:
+    with tarfile.open(path, "w:xz", preset=6) as archive:
         for name, source in sorted(members.items()):
             archive.add(source, name, filter=plain)
 

@@ -103,7 +103,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     replicas: int = Field(default=1, ge=1)
     """Copies of the sharded model (HSDP), each on an equal part of the ranks; 1: sharded over all ranks."""
     spare_workers: int = Field(default=0, ge=0)
-    """Idle processes with everything imported, each ready to replace a dead rank within two seconds."""
+    """Idle processes with everything imported that replace dead ranks; on GPUs so many for each rank."""
     threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     seq_len: int = Field(default=2048, ge=2)

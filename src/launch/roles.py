@@ -88,7 +88,7 @@ def run_trainer(
     try:
         with Ranks(config, run, taken) as ranks:
             if turn.standby:
-                ranks.standbys.start(ranks.config.ranks)
+                ranks.standbys.start([None] * ranks.config.ranks)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
             with stop_on_signals(run):  # after Ray has started and set its own handler

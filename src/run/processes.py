@@ -84,6 +84,11 @@ def kill_all(members: Callable[[], Iterable[int]], seconds: float) -> None:
         time.sleep(0.01)
 
 
+def kill_process(process: int, seconds: float) -> None:
+    """Kill a process with SIGKILL, and wait at most `seconds` until it has ended and released what it had."""
+    kill_all(lambda: [] if _is_zombie(process) else [process], seconds)
+
+
 def kill_descent(process: int, seconds: float = 10.0) -> None:
     """Kill a process and all that descend from it with SIGKILL, also those that are stopped.
 

@@ -24,7 +24,7 @@ from cairn.run import heartbeat
 from cairn.run.machine import keep_near, lack_of_cpus, this_machine
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.output import importing, log_crashes
-from cairn.run.processes import die_after, in_background, stop_on_signals
+from cairn.run.processes import die_after, in_background, kill_process, stop_on_signals
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,8 @@ def _log_to(log: str) -> None:
 
 
 PING_SECONDS = 2.0
+ENDING_SECONDS = 30.0
+"""Seconds that a killed process has to end: the driver frees the memory of its GPU meanwhile."""
 
 
 class RankProcess:
@@ -203,6 +205,8 @@ class RankProcess:
             self._worker.adopt.remote(dict(environment))
         self.about: RayProcess | None = None
         """Its process id and node; None until they are known."""
+        self._ending: ray.ObjectRef[None] | None = None
+        """On another node, once it is killed: ready when the process has ended."""
 
     def wait_started(self, seconds: float | None = None) -> RayProcess:
         """Wait until the worker has started and is not busy; returns its process id and node.
@@ -236,15 +240,28 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill it. SIGKILL also ends a stopped process, which does not react to Ray."""
-        about = self.about
-        if about and about.node == ray.get_runtime_context().get_node_id():
-            _kill(about.pid)
-        elif about:
-            there: Any = NodeAffinitySchedulingStrategy(about.node, soft=False)
-            ray.remote(num_cpus=0, scheduling_strategy=there)(_kill).remote(about.pid)
+        if self._is_here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        elif self.about:
+            there: Any = NodeAffinitySchedulingStrategy(self.about.node, soft=False)
+            kill = ray.remote(num_cpus=0, scheduling_strategy=there)(kill_process)
+            self._ending = kill.remote(self._pid, ENDING_SECONDS)
         ray.kill(self._worker)
 
+    def wait_ended(self) -> None:
+        """Wait until the killed process is gone, at most ENDING_SECONDS: so long it has its GPU's memory."""
+        if self._is_here:
+            kill_process(self._pid, ENDING_SECONDS)
+        elif self._ending:
+            ray.wait([self._ending], timeout=ENDING_SECONDS)
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    @property
+    def _is_here(self) -> bool:
+        """Whether it is known to run on this node."""
+        return self.about is not None and self.about.node == ray.get_runtime_context().get_node_id()
+
+    @property
+    def _pid(self) -> int:
+        assert self.about is not None
+        return self.about.pid

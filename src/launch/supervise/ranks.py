@@ -101,15 +101,16 @@ class RankSlot(Slot):
             self.hung = problem
             self.worker.kill()
 
-    def vacate(self) -> None:
-        """Make sure that the worker is dead, and empty the slot."""
-        if self._worker is None:
-            return
+    def vacate(self) -> RankProcess | None:
+        """Kill the worker, if there is one, and empty the slot; returns the worker."""
+        if (worker := self._worker) is None:
+            return None
         with contextlib.suppress(RayError):
-            self._worker.kill()
-        if self._worker.about:
+            worker.kill()
+        if worker.about:
             self.note_state("failed")
         self._worker = None
+        return worker
 
     def note_state(self, state: str) -> None:
         """Record the worker's state in roles.json; it must have started."""
@@ -283,6 +284,13 @@ class Ranks:
                 "or choose other ones for the server with --inference.gpus"
             )
 
+    def _places_of_spares(self) -> list[str | None]:
+        """The nodes on which spares are kept; None: any. On GPUs all ranks start anew when one has died."""
+        places: list[str | None] = [None]
+        if self._placement.gpus:
+            places = [rank.node for rank in self._ranks]
+        return places * self.config.spare_workers
+
     def _spare_for(self, rank: RankSlot) -> RankProcess | None:
         """A spare on the rank's node that can use the rank's GPU, if there is one."""
         if rank.node is None and (self.config.ray.address or self._placement.gpus):
@@ -323,7 +331,7 @@ class Ranks:
             for rank in pending.values():
                 rank.look_after()
             if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
-                self.spares.tend()
+                self.spares.tend(self._places_of_spares())
         if ended.damaged and attempt.resume_from:
             raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
         if ended.final:
@@ -340,8 +348,9 @@ class Ranks:
 
     def _vacate(self, died: _RanksDied) -> None:
         """Make sure that the dead and stuck ranks are gone, and empty their slots."""
-        for number in {*died.dead, *died.stuck}:
-            self._ranks[number].vacate()
+        killed = [self._ranks[number].vacate() for number in {*died.dead, *died.stuck}]
+        for worker in filter(None, killed if self._placement.gpus else ()):
+            worker.wait_ended()  # a spare would at once take the memory of the GPU
         self._vacated |= died.dead
         for number, reason in died.dead.items():
             logger.warning("trainer rank %d %s", number, reason)

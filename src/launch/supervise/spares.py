@@ -1,10 +1,14 @@
 """Spare workers of the trainer: everything imported, nothing allocated, ready to replace a dead rank."""
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.environment import environment_for_workers
@@ -17,13 +21,15 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Spare:
     name: str
+    place: str | None
+    """The node that it was started on; None: Ray's choice."""
     process: RankProcess
     preparing: "ray.ObjectRef[None] | None"
     """Future of its preparation; None once it is ready."""
 
 
 class Spares:
-    """Keeps up to `config.spare_workers` spares; in roles.json they are named `name`0, `name`1, ..."""
+    """Keeps spares where they are wanted; in roles.json they are named `name`0, `name`1, ..."""
 
     def __init__(self, config: TrainerBase, run: RunDirectory, name: str = "trainer_spare"):
         self.config = config
@@ -31,22 +37,29 @@ class Spares:
         self.name = name
         self._all: list[_Spare] = []
         self._started = 0
-        self._failed = 0
+        self._failed = Counter[str | None]()
 
-    def start(self, count: int) -> None:
-        """Start `count` spares now; they prepare in the background."""
-        for _ in range(count):
+    def start(self, places: Iterable[str | None]) -> None:
+        """Start a spare on each of these nodes (None: any node) now; they prepare in the background."""
+        for place in places:
             name = f"{self.name}{self._started}"
             self._started += 1
-            process = RankProcess(self.run.logs / f"{name}.log", environment_for_workers(self.config))
-            self._all.append(_Spare(name, process, process.prepare(self.config)))
+            there: dict[str, Any] = {}
+            if place is not None:
+                strategy = NodeAffinitySchedulingStrategy(place, soft=False)
+                there = {"num_cpus": 0, "scheduling_strategy": strategy}
+            log, environment = self.run.logs / f"{name}.log", environment_for_workers(self.config)
+            process = RankProcess(log, environment, **there)
+            self._all.append(_Spare(name, place, process, process.prepare(self.config)))
 
-    def tend(self) -> None:
-        """Start missing spares, and record which have become ready; call it regularly.
+    def tend(self, places: Iterable[str | None]) -> None:
+        """Start what is missing of a spare on each of these nodes, and record which have become ready.
 
-        A spare that fails to prepare is not started again; a dead rank then gets a fresh worker.
+        Call it regularly. A spare that fails to prepare is not started again; a dead rank then gets a fresh
+        worker.
         """
-        self.start(self.config.spare_workers - len(self._all) - self._failed)
+        there = Counter(spare.place for spare in self._all) + self._failed
+        self.start((Counter(places) - there).elements())
         self._note_ready()
 
     def wait_ready(self, seconds: float) -> None:
@@ -82,7 +95,7 @@ class Spares:
             except RayError as error:
                 logger.warning("%s did not get ready: %s", spare.name, error)
                 self._all.remove(spare)
-                self._failed += 1
+                self._failed[spare.place] += 1
                 continue
             spare.preparing = None
             self._note_state(spare, "waiting")
