@@ -86,12 +86,15 @@ class Run:
 
     def __init__(self, path: str | Path):
         self._url = str(path) if is_url(str(path)) else None
-        if self._url is not None:
+        if self._url is None:
+            self._view = RunView(path)
+        else:
             from cairn.watch.remote_runs import RemoteRun
 
             self._copy = tempfile.TemporaryDirectory(prefix="cairn-run-")  # removed with this object
-            RemoteRun(self._url, Path(self._copy.name)).refresh()
-        self._view = RunView(path if self._url is None else self._copy.name)
+            remote = RemoteRun(self._url, Path(self._copy.name))
+            remote.refresh()
+            self._view = remote.view()
         self.path = self._view.run.path
         if not self._view.run.exists():
             where = f"{path}: {NO_RUN}"

@@ -214,6 +214,8 @@ class Uploader:
         attempt: that attempt; None if no attempt is under way.
         run_files: small files of the run that a machine with an empty disk needs, such as its metrics. One
             that was there once must be there whenever a step is committed.
+        settings: a small file for whoever looks at the run, which an attempt writes once; uploaded at its
+            beginning.
         limit: slows sending down, called with the number of bytes before they are sent.
     """
 
@@ -225,6 +227,7 @@ class Uploader:
         *,
         attempt: Attempt | None = None,
         run_files: Collection[Path] = (),
+        settings: Path | None = None,
         limit: OnBytes = lambda count: None,
     ):
         self.uploads = uploads
@@ -232,6 +235,7 @@ class Uploader:
         self.owner = owner
         self._overtaken = Overtaken(remote, attempt)
         self.run_files = run_files
+        self.settings = settings
         self.limit = limit
         self._run_files = RunFiles(remote.objects)
         self._seen = set[Path]()
@@ -248,6 +252,8 @@ class Uploader:
             RemoteError: the object store refuses or fails.
         """
         self.remote.check_owner(self.owner)
+        if self.settings is not None and self.settings.exists():
+            self._run_files.put([self.settings], lambda: self.remote.check_owner(self.owner))
         self.uploads.write(Uploaded(tuple(self.remote.steps())))
         self._delete_unkept()
         waiting = self.uploads.missing()

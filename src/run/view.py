@@ -151,8 +151,10 @@ class RunView:
     `snapshot` takes everything at once. The other methods take one thing each, for whoever looks often.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, checkpoints: Path | None = None):
+        """checkpoints: their folder, if it is not where the configuration says, as in a copy of the run."""
         self.run = RunDirectory(path)
+        self._checkpoints = checkpoints
         self._metrics = MetricsLog(self.run.metrics.path)
         self._evals = MetricsLog(self.run.evals.path)
         self._history = History(self.run.history.path)
@@ -208,7 +210,7 @@ class RunView:
 
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints: where its configuration says, if that can be read."""
-        return checkpoints_by(self.known_config(), self.run.path)
+        return self._checkpoints or checkpoints_by(self.known_config(), self.run.path)
 
     def known_config(self) -> Mapping[str, Any] | None:
         """The resolved configuration of the latest attempt; None if there is none, or a damaged one."""

@@ -54,7 +54,7 @@ class ListRuns(ToolCommand):
 
     def execute(self) -> int:
         with runs_in(self.folder) as runs:
-            found = [(name, _look(path, name)) for name, path in runs.items()]
+            found = [(name, _look(view, name)) for name, view in runs.items()]
         found.sort(key=lambda one: _age(one[1]))
         if self.as_json:
             print(json.dumps([_as_json(path, shown) for path, shown in found], indent=2))
@@ -105,8 +105,8 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def runs_in(place: Path | str) -> Generator[dict[str, Path]]:
-    """The runs in a folder, or at a URL: the directory in which each can be read, by its name.
+def runs_in(place: Path | str) -> Generator[dict[str, RunView]]:
+    """The runs in a folder, or at a URL, by their names.
 
     Raises:
         UsageError: there is no such folder, or the URL can't be used.
@@ -116,16 +116,16 @@ def runs_in(place: Path | str) -> Generator[dict[str, Path]]:
         from cairn.watch.remote_runs import mirrored  # takes a while to import
 
         with mirrored(place) as there:
-            yield {str(one): one.folder for one in there.runs.values()}
+            yield {str(one): one.view() for one in there.runs.values()}
         return
     if not place.is_dir():
         raise UsageError(f"{place}: there is no such folder; give one that holds output directories")
-    yield {str(path): path for path in find_runs(place)}
+    yield {str(path): RunView(path) for path in find_runs(place)}
 
 
-def _look(path: Path, name: str) -> Overview | DamagedFile:
+def _look(view: RunView, name: str) -> Overview | DamagedFile:
     try:
-        return overview(RunView(path), here=name)
+        return overview(view, here=name)
     except DamagedFile as error:
         return error
 

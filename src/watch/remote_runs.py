@@ -1,8 +1,9 @@
 """Runs in an object store, as an upload (`ckpt.remote`) has left them: for whoever looks at runs.
 
-What is there of a run are metrics.jsonl, history.jsonl, evals.jsonl and its steps, as of the newest upload.
-The small files and the steps' manifests are copied into a temporary folder, where they are read as those of a
-run directory are. Rollouts, ledger, spans, logs, settings, roles and batches stay on the run's disk.
+What is there of a run are its settings (config.json), and metrics.jsonl, history.jsonl, evals.jsonl and its
+steps, as of the newest upload. The small files and the steps' manifests are copied into a temporary folder,
+where they are read as those of a run directory are. Rollouts, ledger, spans, logs, roles and batches stay on
+the run's disk.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ from cairn.run.view import RunView
 
 logger = logging.getLogger(__name__)
 
-MIRRORED = ("metrics.jsonl", "history.jsonl", "evals.jsonl")
+LOGS = ("metrics.jsonl", "history.jsonl", "evals.jsonl")
+"""Each of these is a sign of a run, as it is in a run directory."""
+MIRRORED = (*LOGS, "config.json")
 """The small files that are copied."""
 SECONDS = 30.0
 """Between two looks at an object store, of whoever follows it."""
@@ -52,9 +55,13 @@ class RemoteRun:
         return str(self.steps)
 
     def exists(self) -> bool:
-        """Whether a run is there: one of the small files, or a step."""
+        """Whether a run is there: its rows, its events or its results, or a step."""
         there = self.steps.objects.look(FOLDER)
-        return any(f"{FOLDER}/{name}" in there for name in MIRRORED) or bool(self.steps.steps())
+        return any(f"{FOLDER}/{name}" in there for name in LOGS) or bool(self.steps.steps())
+
+    def view(self) -> RunView:
+        """What was copied, as a run directory; the steps are beside it, wherever the settings had them."""
+        return RunView(self.folder, self.folder / "checkpoints")
 
     def refresh(self) -> None:
         """Copy what is new, and remove copies of what is gone."""
@@ -172,4 +179,4 @@ def remote_view(url: str) -> Generator[RunView]:
                 f"{url}: there is no run: it has neither {FOLDER}/metrics.jsonl nor a step{below}. Give the "
                 "URL that the run has as --ckpt.remote"
             )
-        yield RunView(runs.folder)
+        yield runs.runs["."].view()

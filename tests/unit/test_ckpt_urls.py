@@ -30,7 +30,7 @@ from cairn.remote.uploads import RunUploads
 from cairn.run.output import no_progress
 from cairn.watch import commands as watch_commands
 from cairn.watch.page.api import RunApi
-from cairn.watch.remote_runs import mirrored, remote_view
+from cairn.watch.remote_runs import RemoteRun, mirrored, remote_view
 
 MANY = 10_000
 
@@ -53,7 +53,12 @@ def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
 ):
     """By each command, the page and Python; what is not there is not made up."""
     run = recorded_runs.busy(tmp_path / "busy", steps=25)
+    settings = json.loads(run.config.read_text())
+    settings["ckpt"]["dir"] = str(tmp_path / "elsewhere")  # its steps are looked for at the URL all the same
+    run.config.write_text(json.dumps(settings))
     remote = RemoteStore(Objects(url))
+    RunFiles(remote.objects).put([run.config])
+    assert not RemoteRun(url, tmp_path / "copy").exists(), "it has only begun"
     source = CheckpointStore(run.checkpoints)
     folder, manifest = source.folder(30), source.manifest(30)
     for name in manifest.files:
@@ -75,6 +80,7 @@ def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
     shown = json.loads(said("watch", url, "--json")[1])
     assert (shown["path"], shown["command"], shown["state"], shown["step"]) == (url, "rl", "unknown", 25)
     assert (shown["saved"]["step"], shown["resume"], shown["roles"]) == (30, None, [])
+    assert shown["max_steps"] == 100
     above, name = url.rsplit("/", 1)
     assert [one["path"] for one in json.loads(said("runs", above, "--json")[1])] == [f"{above}/{name}"]
     assert said("report", url, "--out", tmp_path / "report.html")[0] == 0
@@ -82,6 +88,7 @@ def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
     opened = cairn.Run(url)
     assert opened.metrics["loss"].tolist() == cairn.Run(run.path).metrics["loss"].tolist()
     assert opened.token_account() == cairn.Run(run.path).token_account()
+    assert opened.snapshot().config == settings
     for what in (lambda: opened.steps, opened.rollouts):
         with pytest.raises(cairn.UsageError, match="not read from an object store"):
             what()
@@ -95,6 +102,7 @@ def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
             url,
         )
         assert page.timeline(name)["total"] == 25
+        assert page.overview(name)["config"] == settings
         run.metrics.append({"step": 26, "loss": 0.5})
         RunFiles(remote.objects).put([run.metrics.path])
         remote.objects.delete(["committed/step_30.json"])

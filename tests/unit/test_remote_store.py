@@ -685,7 +685,8 @@ class TestUploads:
         """The uploader of an attempt that has claimed the prefix."""
         remote.claim("run", "run:1")
         uploads = RunUploads(store, CkptConfig(remote="file:///unused", **ckpt), last=9)
-        uploader = Uploader(uploads, remote, "run:1", run_files=[store.root / "metrics.jsonl"])
+        files = {"run_files": [store.root / "metrics.jsonl"], "settings": store.root / "config.json"}
+        uploader = Uploader(uploads, remote, "run:1", **files)
         uploader.begin()
         return uploader
 
@@ -703,6 +704,15 @@ class TestUploads:
         assert remote.steps() == [2, 4, 9]
         assert remote.objects.get("run/metrics.jsonl") == b"rows"
         assert self.uploader(store, remote).next_step() == 3
+
+    def test_settings_are_there_before_the_first_step(self, store: CheckpointStore, remote: RemoteStore):
+        """Those of each attempt, in place of the ones before."""
+        store.root.mkdir()
+        for text in ("first", "second"):
+            (store.root / "config.json").write_text(text)
+            self.uploader(store, remote)
+            assert remote.objects.get("run/config.json") == text.encode()
+        assert (remote.steps(), remote.objects.get("run/metrics.jsonl")) == ([], None)
 
     def test_no_step_is_committed_without_the_metrics_that_were_there(
         self, store: CheckpointStore, remote: RemoteStore

@@ -98,7 +98,8 @@ def _uploader(uploads: RunUploads, run: RunDirectory, owner: str, attempt: Attem
     # Repeating a request for longer would keep the end of the run waiting beyond its limit.
     objects = Objects(ckpt.remote, retry_seconds=min(RETRY_SECONDS, ckpt.remote_timeout))
     remote, files = RemoteStore(objects, uploads.origin()), small_files(run)
-    return Uploader(uploads, remote, owner, attempt=attempt, run_files=files, limit=Limit(rate))
+    about = {"run_files": files, "settings": run.config, "limit": Limit(rate)}
+    return Uploader(uploads, remote, owner, attempt=attempt, **about)
 
 
 class _Loop:

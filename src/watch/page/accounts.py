@@ -281,7 +281,10 @@ def _total(rows: Sequence[Mapping[str, Any]]) -> int:
 def _kept_by(
     store: Tier, config: Mapping[str, Any] | None, attempt: str, warnings: list[str]
 ) -> dict[int, list[str]]:
-    if config is None or not isinstance(store, CheckpointStore):
+    if not isinstance(store, CheckpointStore):
+        warnings.append("which rule keeps a step is known on the run's disk only")
+        return {}
+    if config is None:
         warnings.append("which rule keeps a step can't be said: the run's settings are not here")
         return {}
     settings = as_object(config.get("ckpt"))

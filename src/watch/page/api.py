@@ -76,7 +76,7 @@ class RunReader:
         self.name = str(remote or path)
         self._remote = remote
         self.lock = threading.Lock()
-        self.view = RunView(path)
+        self.view = remote.view() if remote else RunView(path)
         self.index = RolloutIndex(KeptRollouts(self.view.run.rollouts))
         self._kept: dict[str, tuple[object, float, Any]] = {}
         self._glance: tuple[Overview, str, float] | None = None
