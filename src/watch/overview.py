@@ -7,7 +7,7 @@ shows what it says, so that all of them say the same.
 import contextlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,18 @@ RECENT = 16
 """Rows from which speed and time left are taken."""
 ROLES = ("trainer", "orchestrator", "inference", "exporter", "uploader")
 """Roles in the order in which they are shown; further servers and standbys come after them."""
+
+
+FLAT = 1e-3
+"""A curve whose values vary by less than this share of their size is drawn flat."""
+
+
+def scaled(values: Iterable[float]) -> tuple[float, float]:
+    """The ends of a scale for a curve of these values, at least one: noise in the last digits looks flat."""
+    known = list(values)
+    low, high = min(known), max(known)
+    lacking = max((max(abs(low), abs(high)) * FLAT or 1.0) - (high - low), 0.0) / 2
+    return low - lacking, high + lacking
 
 
 @dataclass(frozen=True)

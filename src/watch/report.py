@@ -5,6 +5,7 @@ run is escaped.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from cairn.watch.goodput import (
     token_rows,
     token_sentence,
 )
-from cairn.watch.overview import Curve, Overview, overview
+from cairn.watch.overview import Curve, Overview, overview, scaled
 from cairn.watch.page.curves import thin
 
 WIDTH, HEIGHT = 840, 300
@@ -135,10 +136,9 @@ def draw(curve: Curve) -> str:
     points = [(step, value) for _, step, value in thin(known, MOST_POINTS)]
     if len(points) < 2:
         return ""
-    low, high = min(value for _, value in points), max(value for _, value in points)
+    low, high = scaled(value for _, value in points)
     first, last = points[0][0], points[-1][0]
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    digits = 3 + math.ceil(max(math.log10(max(abs(low), abs(high)) / (high - low)), 0.0))
 
     def place(step: float, value: float) -> str:
         x = MARGIN + (step - first) / (last - first) * (WIDTH - MARGIN - 8)
@@ -149,7 +149,7 @@ def draw(curve: Curve) -> str:
     bottom = HEIGHT - 32
     scale = [
         f"<line x1='{MARGIN}' y1='{y}' x2='{WIDTH}' y2='{y}'/>"
-        f"<text x='{MARGIN - 4}' y='{y + 4}' text-anchor='end'>{value:.3g}</text>"
+        f"<text x='{MARGIN - 4}' y='{y + 4}' text-anchor='end'>{value:.{digits}g}</text>"
         for y, value in ((8, high), (bottom, low))
     ]
     scale += [
@@ -175,6 +175,10 @@ def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:
         figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
         axes.plot([step for step, _ in curve.points], [value for _, value in curve.points])
         axes.set(xlabel="step", ylabel=printable(curve.key))
+        if finite := [value for _, value in curve.points if math.isfinite(value)]:
+            low, high = scaled(finite)
+            margin = (high - low) / 20
+            axes.set_ylim(low - margin, high + margin)
         path = folder / (re.sub(r"[^A-Za-z0-9.-]", "_", curve.key) + ".png")
         figure.savefig(path, dpi=150, bbox_inches="tight")
         pyplot.close(figure)

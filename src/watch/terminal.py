@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.run.output import duration, printable
-from cairn.watch.overview import Curve, Overview
+from cairn.watch.overview import Curve, Overview, scaled
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKS = 24
@@ -54,8 +54,8 @@ def spark(curve: Curve, width: int, *, plain: bool = False) -> str:
     means = [
         sum(value / 2 / (last - first) for value in values[first:last]) for first, last in pairwise(bounds)
     ]
-    low, high = min(means), max(means)
-    if not high > low:
+    low, high = scaled(means)
+    if low < min(means):  # it is flat
         return BLOCKS[3] * count
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[round((value - low) / (high - low) * top)] for value in means)

@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 from browser import PROGRAM, WHY_NOT, Browser, browser
-from recorded_runs import HEALTHY, HOSTILE, busy, damage, flat, hostile, keep, make, many, rollout
+from recorded_runs import (
+    HEALTHY,
+    HOSTILE,
+    busy,
+    damage,
+    evaluations,
+    flat,
+    hostile,
+    keep,
+    make,
+    many,
+    rollout,
+)
 from served import served
 
 import cairn
@@ -120,6 +132,36 @@ def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
     assert set(map(float, best)) == {1.0}
     page.go("run=busy&view=ledger")
     page.sees("377 issued = 360 trained + 5 waiting + 12 discarded", "#sum")
+    page.go("run=busy&view=timeline")
+    for name, account in (
+        ("time", cairn.Run(folder / "busy").time_account().seconds),
+        ("tokens", cairn.Run(folder / "busy").token_account().tokens),
+    ):
+        cells = f'[data-account="{name}"] [data-kind]'
+        page.wait(f"document.querySelector({json.dumps(cells)})")
+        shown = page.run(each(cells, "[one.dataset.kind, Number(one.dataset.exact)]"))
+        assert dict(shown) == {kind: value for kind, value in account.items() if value > 0}
+    page.go("run=busy&view=checkpoints")
+    kept = page.wait(each("#steps tbody tr", "one.children[5].textContent"))
+    assert kept[0] == "newest, last, every"
+    page.go("run=busy&view=evaluations")
+    page.click('[data-evaluation="held_out"] summary')
+    found = cairn.Run(folder / "busy").flips("held_out", 50, 60)
+    page.sees(
+        f"If flips went either way by chance, so uneven a split would have a chance of {found.chance:.0%}"
+    )
+    (counts,) = page.run(each("[data-gained]", "[one.dataset.gained, one.dataset.lost]"))
+    assert counts == [str(len(found.gained)), str(len(found.lost))]
+
+
+def test_a_curve_that_varies_in_its_last_digits_alone_looks_flat(page: Browser):
+    def scaled(low: float, high: float) -> list[float]:
+        return page.run(f"import('./chart.js').then(chart => chart.scaled({low}, {high}))")
+
+    low, high = scaled(2.0, 2.000001)
+    assert high - low == pytest.approx(2e-3, rel=1e-3)
+    assert scaled(0.5, 0.6) == [0.5, 0.6]
+    assert scaled(0, 0) == [-0.5, 0.5]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -182,6 +224,7 @@ def test_a_live_run_is_followed(page: Browser, folder: Path):
     """Its steps, its rollouts and its end appear without a key or a click; so does a run that begins."""
     run = make(folder / "live", "rl", "running", 2, **{"reward/mean": 0.25})
     keep(run, 1, [rollout(1, 0, sample) for sample in range(3)])
+    evaluations(run)
     lock(run)
     try:
         page.wait("document.querySelector('#side .run[data-run=\"live\"]')")
@@ -192,6 +235,28 @@ def test_a_live_run_is_followed(page: Browser, folder: Path):
             run.metrics.append({"step": step, **HEALTHY, "reward/mean": step / 7})
         page.sees("5 of 10", "#head")
         page.wait(f"document.querySelector('[data-key=\"reward/mean\"] .value').dataset.exact == '{5 / 7!r}'")
+        page.click("#view details summary")
+        page.run("document.querySelector('input[list=metrics]').focus()")
+        page.type("loss")
+        run.metrics.append({"step": 6, **HEALTHY, "reward/mean": 0.75})
+        page.wait("document.querySelector('[data-key=\"reward/mean\"] .value').dataset.exact == '0.75'")
+        assert page.run("document.querySelector('#view details').open")
+        assert page.run("document.querySelector('input[list=metrics]').value") == "loss"
+        page.go("run=live&view=evaluations")
+        page.click("#view details summary")
+        page.sees("from wrong to right")
+        page.run("document.querySelector('[aria-label=before]').value = '60'")
+        run.evals.append({"step": 70, "name": "held_out", "reward": 0.875})
+        page.sees("0.875")
+        assert page.run("document.querySelector('#view details').open")
+        assert page.run("document.querySelector('[aria-label=before]').value") == "60"
+        page.go("run=live&view=rollouts&step=1&place=0&sample=1")
+        page.run("document.querySelector('.turn.said h3 button').click()")
+        page.wait("document.querySelectorAll('.tokens span').length")
+        run.metrics.append({"step": 7, **HEALTHY, "reward/mean": 0.5})
+        page.sees("7 of 10", "#head")
+        page.run("new Promise(done => setTimeout(done, 300))")
+        assert page.run("document.querySelectorAll('.tokens span').length")
         page.go("run=live&view=rollouts&list=1")
         page.wait("document.getElementById('total')?.dataset.exact == '3'")
         keep(run, 2, [rollout(2, 1, sample) for sample in range(4)])

@@ -262,6 +262,8 @@ def test_use_of_gpus_where_there_are_any(tmp_path: Path, said: Callable):
 def test_a_rising_curve_rises():
     text = spark(Curve("a", "a", [(step, float(step)) for step in range(100)]), 8)
     assert text == BLOCKS
+    still = spark(Curve("a", "a", [(step, 2 + step % 7 * 1e-6) for step in range(100)]), 8)
+    assert len(set(still)) == 1, "what varies in its last digits alone is flat"
     assert spark(Curve("a", "a", [(1, 2.0), (2, 3.0)]), 8, plain=True) == "2 -> 3"
 
 

@@ -29,10 +29,20 @@ export function timeTicks(low, high, wanted) {
   return found;
 }
 
+const FLAT = 1e-3;
+
+/** The ends of a scale for values from `low` to `high`: what varies by less than a thousandth of its size looks flat. */
+export function scaled(low, high) {
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (low === high) return [low - (size * 0.1 || 0.5), high + (size * 0.1 || 0.5)];
+  const lacking = Math.max(size * FLAT - (high - low), 0) / 2;
+  return [low - lacking, high + lacking];
+}
+
 /** A tick with the digits that tell it from its neighbours. */
 export function onScale(tick, all) {
   const step = all.length > 1 ? Math.abs(all[1] - all[0]) : Math.abs(tick) || 1, size = Math.max(...all.map(Math.abs));
-  if (size >= 1e6 || (size > 0 && size < 1e-4)) return tick === 0 ? "0" : tick.toExponential(2).replace("e+", "e");
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return tick === 0 ? "0" : tick.toExponential(Math.min(Math.max(Math.ceil(Math.log10(Math.abs(tick) / step)), 0), 6)).replace("e+", "e");
   return tick.toFixed(Math.max(0, Math.min(8, -Math.floor(Math.log10(step) + 1e-9))));
 }
 
@@ -93,7 +103,7 @@ export class Chart {
     if (this.range) [first, last] = this.range;
     if (!Number.isFinite(first)) return null;
     if (!Number.isFinite(low)) [low, high] = [0, 1];
-    if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+    [low, high] = scaled(low, high);
     const margin = (high - low) * 0.06;
     low -= margin;
     high += margin;

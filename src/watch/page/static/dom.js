@@ -25,11 +25,17 @@ export function add(element, children) {
   return element;
 }
 
-/** Replaces what an element holds. */
+/** Replaces what an element holds; details with the same `data-keep` as one that was open are open again. */
 export function fill(element, ...children) {
+  const open = new Set([...element.querySelectorAll("details[open][data-keep]")].map((one) => one.dataset.keep));
   element.replaceChildren();
-  return add(element, children);
+  add(element, children);
+  for (const one of element.querySelectorAll("details[data-keep]")) if (open.has(one.dataset.keep)) one.open = true;
+  return element;
 }
+
+/** Whether somebody is typing or choosing in an element: what follows a run leaves it alone meanwhile. */
+export const inUse = (element) => element.contains(document.activeElement) && document.activeElement.matches("input,select");
 
 const SVG = "http://www.w3.org/2000/svg";
 

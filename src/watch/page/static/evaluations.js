@@ -1,7 +1,7 @@
 // Evaluations and validations over the run, with their 95 % intervals.
 
 import { ask } from "./api.js";
-import { ticks } from "./chart.js";
+import { scaled, ticks } from "./chart.js";
 import { fill, h, s, table } from "./dom.js";
 import { count, exact, percent, several, short, shown, span } from "./format.js";
 import { read } from "./state.js";
@@ -14,8 +14,7 @@ function picture(rows, name) {
   const found = rows.filter((row) => Number.isFinite(row[name])), width = 640, height = 190, left = 56, bottom = 26;
   if (!found.length) return null;
   const half = (row) => row[`${name}_ci95`] ?? 0;
-  let low = Math.min(...found.map((row) => row[name] - half(row))), high = Math.max(...found.map((row) => row[name] + half(row)));
-  if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  const [low, high] = scaled(Math.min(...found.map((row) => row[name] - half(row))), Math.max(...found.map((row) => row[name] + half(row))));
   const first = found[0].step, last = found.at(-1).step;
   const x = (step) => (first === last ? (left + width) / 2 : left + 14 + ((step - first) / (last - first)) * (width - left - 34));
   const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - bottom - 14);
@@ -28,8 +27,8 @@ function picture(rows, name) {
       s("circle", { cx: x(row.step), cy: y(row[name]), r: 4, fill: "#3b6fd4" }))));
 }
 
-/** Two steps to choose, and the problems that flipped from the one to the other. */
-function flips({ name, steps }) {
+/** Two steps to choose, the newest ones at first, and the problems that flipped from the one to the other. */
+function flips(name, steps) {
   const box = h("div"), choice = { before: steps.at(-2), after: steps.at(-1) };
   const pick = (which) => h("select", { "aria-label": which, on: { change: (event) => { choice[which] = Number(event.target.value); load(); } } },
     steps.map((step) => { const option = h("option", { value: step }, `step ${step}`); option.selected = step === choice[which]; return option; }));
@@ -54,11 +53,11 @@ function flips({ name, steps }) {
       fill(box, h("p", { class: "error" }, shown(error.message)));
     }
   }
-  if (steps.length > 1) load();
-  return steps.length > 1 ? h("details", null, h("summary", null, "which problems flipped between two steps"), h("div", { class: "bar-line" }, "from", pick("before"), "to", pick("after")), box) : null;
+  const toggle = (event) => event.target.open && !box.firstChild && load();
+  return h("details", { data: { keep: name }, on: { toggle } }, h("summary", null, "which problems flipped between two steps"), h("div", { class: "bar-line" }, "from", pick("before"), "to", pick("after")), box);
 }
 
-function panel({ name, rows, steps }) {
+function panel({ name, rows }, flipped) {
   const main = mainOf(rows), passes = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => /^pass@\d+$/.test(key)).sort((a, b) => Number(a.slice(5)) - Number(b.slice(5)));
   const withInterval = (row, key) => (Number.isFinite(row[key]) ? h("span", { title: `${exact(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${exact(row[`${key}_ci95`])}` : ""}`, data: { exact: exact(row[key]) } }, `${short(row[key])}${row[`${key}_ci95`] !== undefined ? ` ± ${Number(row[`${key}_ci95`].toPrecision(2))}` : ""}`) : "");
   const best = rows.filter((row) => Number.isFinite(row[main])).reduce((a, b) => (a === null || (main === "loss" ? b[main] < a[main] : b[main] > a[main]) ? b : a), null);
@@ -77,18 +76,27 @@ function panel({ name, rows, steps }) {
         ["tokens", (row) => short(row.tokens), "num"], ["cut off", (row) => (row.truncated === undefined ? "" : percent(row.truncated)), "num"]] : [["perplexity", (row) => short(row.perplexity), "num"]]),
       ["took", (row) => span(row.seconds), "num"],
     ], [...rows].reverse()),
-    flips({ name, steps }));
+    flipped);
 }
 
 const overlap = (a, b, key) => a[`${key}_ci95`] !== undefined && b[`${key}_ci95`] !== undefined && Math.abs(a[key] - b[key]) <= a[`${key}_ci95`] + b[`${key}_ci95`];
 
 export function open(root) {
+  const comparisons = new Map();
   let closed = false;
+
+  /** The comparison of an evaluation, the same element as long as it has the same steps. */
+  function comparison({ name, steps }) {
+    const key = `${name} ${steps}`;
+    if (!comparisons.has(key)) comparisons.set(key, steps.length > 1 ? flips(name, steps) : null);
+    return comparisons.get(key);
+  }
+
   async function load() {
     try {
       const found = await ask("evaluations", { run: read().run });
       if (closed) return;
-      fill(root, found.length ? found.map(panel) : h("div", { class: "note" }, "There is no result yet. [[eval]] (RL) and [[validation]] (SFT, preferences) in the settings ask for them."),
+      fill(root, found.length ? found.map((one) => panel(one, comparison(one))) : h("div", { class: "note" }, "There is no result yet. [[eval]] (RL) and [[validation]] (SFT, preferences) in the settings ask for them."),
         found.length ? h("p", { class: "quiet" }, "± is half the width of the 95 % interval, from the spread between problems.") : null);
     } catch (error) {
       fill(root, h("p", { class: "error" }, shown(error.message)));

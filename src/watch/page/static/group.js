@@ -36,12 +36,14 @@ export class Group {
     this.about = about;
     this.place = null;
     this.found = null;
+    this.drawn = null;
     this.turn = 0;
   }
 
   clear(...children) {
     this.place = null;
     this.found = null;
+    this.drawn = null;
     this.turn += 1;
     fill(this.root, ...children);
   }
@@ -60,11 +62,14 @@ export class Group {
         this.found = await ask("group", { run: read().run, step, place });
       } catch (error) {
         if (own === this.turn) fill(this.root, h("p", { class: "error" }, shown(error.message)));
-        this.key = null;
+        this.key = this.drawn = null;
         return;
       }
       if (own !== this.turn) return;
     }
+    const drawn = `${key} ${sample} ${low} ${high}`;
+    if (drawn === this.drawn) return;  // what is open in it stays so while a run is followed
+    this.drawn = drawn;
     const answer = sample === null ? null : this.found.answers.find((one) => one.sample === sample);
     if (answer) this.#drawOne(answer);
     else this.#drawAll();

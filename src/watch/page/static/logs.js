@@ -18,10 +18,10 @@ export function open(root) {
     const bad = found.filter((one) => one.level === "error"), warnings = found.filter((one) => one.level !== "error");
     const list = (rows) => table([
       ["times", (one) => h("b", null, count(one.count)), "num"], ["log", (one) => shown(one.log), "nowrap"],
-      ["newest", (one) => h("details", null, h("summary", { class: "line-text" }, shown(one.text)), h("pre", { class: "text" }, one.details.map(shown).join("\n")), button("in the log", () => change({ log: one.log, at: one.at }), { class: "small" }))],
+      ["newest", (one) => h("details", { data: { keep: `${one.log} ${one.text}` } }, h("summary", { class: "line-text" }, shown(one.text)), h("pre", { class: "text" }, one.details.map(shown).join("\n")), button("in the log", () => change({ log: one.log, at: one.at }), { class: "small" }))],
     ], rows);
     fill(errors, h("h2", null, bad.length ? several(bad.length, "error") : "No errors"), bad.length ? list(bad) : h("p", { class: "good" }, "No log reports an error."),
-      warnings.length ? h("details", null, h("summary", null, several(warnings.length, "warning")), list(warnings)) : null);
+      warnings.length ? h("details", { data: { keep: "warnings" } }, h("summary", null, several(warnings.length, "warning")), list(warnings)) : null);
   }
 
   function drawBar() {
@@ -54,7 +54,7 @@ export function open(root) {
         const found = await ask("logs", { run: state.run });
         if (closed) return;
         files = found.files;
-        if (!errors.querySelector("details[open]")) drawErrors(found.errors);
+        drawErrors(found.errors);
       }
       const name = state.log ?? files.find((file) => file.name === "trainer.log")?.name ?? files[0]?.name;
       if (!name) return fill(box, "There is no log yet.");

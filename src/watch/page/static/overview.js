@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { shares } from "./bars.js";
 import { Chart } from "./chart.js";
-import { button, command, fill, h, save, table } from "./dom.js";
+import { button, command, fill, h, inUse, save, table } from "./dom.js";
 import { bytes, exact, percent, short, shown, span } from "./format.js";
 import { change, elsewhere, go, read } from "./state.js";
 
@@ -54,10 +54,10 @@ export function open(root, { about, together, nameOf }) {
     else showRow(point.run, point.step);
   }
 
-  async function load() {
+  async function load(again = false) {
     if (closed) return;
     const state = read(), keys = chosenKeys(), axis = state.axis ?? "step", shownRuns = together();
-    drawBar();
+    if (!again || !inUse(bar)) drawBar();
     const found = await Promise.all(shownRuns.map((one) => ask("points", { run: one.id, keys: keys.join(","), axis }).catch(() => [])));
     if (closed) return;
     points = new Map(shownRuns.map((one, place) => [one.id, found[place]]));
@@ -127,19 +127,19 @@ export function open(root, { about, together, nameOf }) {
       step !== undefined ? shares([["the trainer computes", step, "c1", percent(step)], ["it waits for its batch", wait, "c2", percent(wait)]]) : h("p", { class: "quiet" }, "no step yet"),
       run.pace !== null ? h("p", { class: "quiet", style: { "margin-top": "8px" } }, `A step takes ${span(run.pace)}, the mean of the newest ones; `, h("a", { href: "#", on: { click: (event) => { event.preventDefault(); go(elsewhere("timeline")); } } }, "the time line"), " has each.") : null,
       run.saved ? h("p", null, `Newest checkpoint: step ${run.saved.step}, ${bytes(run.saved.nbytes)}`) : null,
-      h("details", null, h("summary", null, "settings of the latest attempt (config.json)"), h("pre", { class: "text" }, shown(JSON.stringify(run.config, null, 1)))));
+      h("details", { data: { keep: "settings" } }, h("summary", null, "settings of the latest attempt (config.json)"), h("pre", { class: "text" }, shown(JSON.stringify(run.config, null, 1)))));
     fill(more, time, roles);
   }
 
-  async function all() {
+  async function all(again = true) {
     drawFindings();
     drawMore();
-    await load();
+    await load(again);
     if (!names.length && !closed) {
       names = await ask("keys", { run: read().run }).catch(() => []);
       if (!closed) drawBar();
     }
   }
-  all();
-  return { update: () => load(), refresh: all, close: () => { closed = true; } };
+  all(false);
+  return { update: () => load(), refresh: () => all(), close: () => { closed = true; } };
 }

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { histogram, squares } from "./bars.js";
 import { Chart } from "./chart.js";
-import { button, fill, h, table } from "./dom.js";
+import { button, fill, h, inUse, table } from "./dom.js";
 import { count, exact, several, short, shown } from "./format.js";
 import { Group } from "./group.js";
 import { change, elsewhere, go, read } from "./state.js";
@@ -73,12 +73,12 @@ function stepMode(root, context) {
       }
       if (closed || asked !== step) return;
     }
-    if (found?.step === step) draw();  // else it is on its way
+    if (found?.step === step) draw(again);  // else it is on its way
   }
 
-  function draw() {
+  function draw(again) {
     const state = read(), { prompts } = found;
-    drawTop();
+    if (!again || !inUse(top)) drawTop();
     if (!prompts.length) {
       fill(list);
       group.clear(h("div", { class: "note" }, `No rollouts of step ${found.step} are kept`, found.kept ? `; those of steps ${found.kept[0]} to ${found.kept[1]} are.` : "."));
@@ -174,8 +174,8 @@ function listMode(root) {
     if (wanted !== asked) [found, chosen] = [[], -1];
     asked = wanted;
     const own = ++turn;
-    const typing = document.activeElement?.id === "search";
-    drawForm();
+    const typing = !again && document.activeElement?.id === "search";
+    if (!again || !inUse(form)) drawForm();
     if (typing) document.getElementById("search").focus();
     drawOverSteps();
     const many = Math.max(PAGE, found.length);
