@@ -86,7 +86,7 @@ def evaluate(plan: EvalPlan) -> int:
         print(json.dumps(rows, indent=2))
     else:
         _print_results(rows)
-    plan.tell(f"results: {folder.path / 'evals.jsonl'}")
+    plan.tell(f"results: {folder.file}")
     for policy, name in {
         (one.label, each.name): (one, each.name) for one in policies for each in config.eval
     }.values():

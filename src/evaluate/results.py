@@ -57,6 +57,8 @@ class EvalFolder:
             raise UsageError(
                 f"--out {path}: another eval is at work there; wait for it, or give another folder"
             )
+        self.file = self._directory.evals.path
+        """The file of results."""
         self._about = path / "evaluations.json"
         try:
             asked = read_json(self._about, EvaluationsFile)

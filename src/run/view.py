@@ -1,10 +1,11 @@
-"""One typed snapshot of a run directory, for whatever shows or judges a run.
+"""The reader of run directories, for whatever shows or judges a run: commands, page, sinks and Python.
 
 It copes with files in any state: being written to, cut short by a kill, or damaged. What can't be read is
-left out. It knows only the files of the run as a whole; `cairn.Run` adds what lies in checkpoints and in the
-ledger.
+left out. It knows the files of the run as a whole. Rollouts and the ledger are read by the orchestrator's
+modules, which write them, and steps by `checkpoint`. tests/unit/test_imports.py holds everybody else to this.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -208,6 +209,14 @@ class RunView:
         """
         return read_json(self.run.config, dict[str, Any])
 
+    def recipe(self) -> Mapping[str, Any] | None:
+        """recipe.json: the settings and inputs that results depend on, by part; None if there is none.
+
+        Raises:
+            DamagedFile: it is damaged.
+        """
+        return read_json(self.run.recipe, dict[str, Any])
+
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints: where its configuration says, if that can be read."""
         return self._checkpoints or checkpoints_by(self.known_config(), self.run.path)
@@ -216,13 +225,30 @@ class RunView:
         """The resolved configuration of the latest attempt; None if there is none, or a damaged one."""
         return read_note(self.run.config, dict[str, Any])
 
+    def attempt(self) -> Attempt | None:
+        """The current or latest attempt; None if there is none, or roles.json is damaged."""
+        return self.run.attempt()
+
+    def stamp(self) -> str:
+        """Changes when a file of the run does that is shown anywhere."""
+        run = self.run
+        paths = [run.metrics.path, run.history.path, run.roles, run.evals.path, run.rollouts, run.config]
+        found = [f"{run.is_locked():d}", run.stop_requested() or ""]
+        for path in (*paths, self.checkpoints()):
+            try:
+                status = os.stat(path)
+                found.append(f"{status.st_mtime_ns:x}.{status.st_size:x}")
+            except OSError:
+                found.append("-")
+        return ":".join(found)
+
     def beat(self, role: str) -> Beat | None:
         """The newest heartbeat of whoever has `role`."""
         return read_note(self.run.heartbeat(role), Beat)
 
     def command(self) -> str | None:
         """The command of the latest attempt; None if it is not known."""
-        return command_of(self.run.attempt(), self.history())
+        return command_of(self.attempt(), self.history())
 
     def snapshot(self) -> RunSnapshot:
         """Everything.
@@ -240,7 +266,7 @@ class RunView:
             time=time.time(),
             checkpoints=self.checkpoints(),
             config=self.known_config(),
-            attempt=self.run.attempt(),
+            attempt=self.attempt(),
             locked=self.run.is_locked(),
             roles={
                 name: RoleStatus(name, entries.get(name), beats.get(name))

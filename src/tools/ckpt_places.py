@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Generator, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
@@ -16,9 +16,12 @@ from cairn.formats import format_of
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.step_store import COMMITTED
 from cairn.run.errors import UsageError
-from cairn.run.files import naming, read_json
+from cairn.run.files import naming
 from cairn.run.output import Stage, progress_bars
 from cairn.tools.ckpt_output import say
+
+if TYPE_CHECKING:
+    from cairn.run.view import RunView
 
 
 def name_of(given: Place, step: Path) -> str:
@@ -135,18 +138,19 @@ def store_in(path: Path) -> CheckpointStore:
 
 def run_config(path: Path) -> dict[str, Any]:
     """config.json of the run that `path` is or lies in, if there is one."""
-    for folder in (path, path.absolute().parent):
-        if content := read_json(folder / "config.json", dict):
-            return content
-    return {}
+    return next((dict(config) for view in _views(path) if (config := view.config())), {})
 
 
 def attempt_id(path: Path) -> str:
     """The id of the newest attempt of the run that `path` is or lies in; empty if there is none."""
-    from cairn.run.directory import RunDirectory  # imports numpy, which --help has no time for
+    return next((attempt.id for view in _views(path) if (attempt := view.attempt())), "")
 
-    attempts = (RunDirectory(folder).attempt() for folder in (path, path.absolute().parent))
-    return next((attempt.id for attempt in attempts if attempt), "")
+
+def _views(path: Path) -> "tuple[RunView, ...]":
+    """Of the folders that may be the run's: the path, and the one that it lies in."""
+    from cairn.run.view import RunView  # imports numpy, which --help has no time for
+
+    return RunView(path), RunView(path.absolute().parent)
 
 
 # Steps as local folders

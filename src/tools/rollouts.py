@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from cairn.config.cli import load
 from cairn.config.shared import LocalRun, ToolCommand
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts, kind_of, question
-from cairn.run.directory import NO_RUN, RunDirectory
+from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.tables import Cut, print_table
@@ -139,8 +139,8 @@ def _kept(path: Path) -> KeptRollouts:
     Raises:
         UsageError: it is no run, or has none.
     """
-    run = RunDirectory(path)
-    kept = KeptRollouts(run.rollouts)
+    view = RunView(path)
+    run, kept = view.run, KeptRollouts(view.run.rollouts)
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such folder; give the run's --output-dir")
     if kept.steps():
@@ -149,7 +149,7 @@ def _kept(path: Path) -> KeptRollouts:
         raise UsageError(f"{path}: {NO_RUN}")
     if not run.ledger.exists():
         raise UsageError(f"{path}: has no rollouts; only RL runs have them")
-    beat = RunView(path).beat("orchestrator")
+    beat = view.beat("orchestrator")
     doing = "" if beat is None else f". The orchestrator's last sign of life: {beat.doing}"
     raise UsageError(
         f"{path}: no rollouts are kept yet: they are written when the batch of a step is complete "

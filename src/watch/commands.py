@@ -16,7 +16,7 @@ from pydantic import Field
 from cairn.config.cli import load
 from cairn.config.shared import Place, ToolCommand
 from cairn.run.diagnosis import RULES
-from cairn.run.directory import NO_RUN, RunDirectory
+from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.output import duration, printable
@@ -87,7 +87,7 @@ def find_runs(folder: Path) -> list[Path]:
     found: list[Path] = []
 
     def search(here: Path, depth: int) -> None:
-        if RunDirectory(here).exists():
+        if RunView(here).run.exists():
             found.append(here)
             return
         if depth == DEPTH:

@@ -1,12 +1,14 @@
 """The rooms of the house: which may import which, read from the sources without importing anything."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import cairn
+from cairn.run.directory import RunDirectory
 
 SOURCES = Path(cairn.__file__).parent
 FLOORS = (
@@ -128,6 +130,76 @@ def mutual(arrows: dict[str, set[str]]) -> list[str]:
             if same > 1:
                 pairs.add((".".join(here[1:same]), here[same], there[same]))
     return sorted(f"{room}: {a} and {b}" for room, a, b in pairs if a < b and (room, b, a) in pairs)
+
+
+LOOKERS = ("api", "evaluate", "formats", "tools", "watch")
+"""Rooms that look at runs from outside: they read a run's files through `run/view.py`."""
+OWN_READERS = {
+    "cairn.evaluate.results": "it writes a folder of its own, which is no run's",
+    "cairn.tools.audit.steps": "it judges lines that other readers pass over",
+    "cairn.tools.chaos.plan": "it names files to damage",
+    "cairn.tools.chaos.run": "it starts a run in the directory",
+    "cairn.watch.remote_runs": "it copies the files of a run, and reads none",
+}
+LOGS = {"metrics", "evals", "history"}
+READS = {"rows", "lines", "numbered", "current", "new_rows"}
+
+
+def files_of_a_run() -> set[str]:
+    """Names of a run's files that no other folder has, as models' folders have a config.json."""
+    places = vars(RunDirectory("run")).values()
+    names = {Path(str(getattr(one, "path", one))).name for one in places}
+    return {name for name in names if Path(name).suffix in (".jsonl", ".json", ".sqlite")} - {"config.json"}
+
+
+def read_past_the_view(source: str, files: set[str]) -> set[str]:
+    """What of a run a source reads by itself: the expressions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in files:
+            found.add(repr(node.value))
+        if not isinstance(node, ast.Call):
+            continue
+        called, given = ast.unparse(node.func), [ast.unparse(one) for one in node.args]
+        if called in ("RunDirectory", "MetricsLog", "History"):
+            found.add(called)
+        if called.partition("_")[0] in ("read", "parse", "open") and any(
+            re.search(r"\brun\.(config|recipe|roles|metrics|evals|history)\b", one) for one in given
+        ):
+            found.add(ast.unparse(node))
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in READS
+            and ast.unparse(node.func.value).rpartition(".")[2] in LOGS
+        ):
+            found.add(ast.unparse(node))
+    return found
+
+
+def test_who_looks_at_runs_reads_them_through_the_view():
+    files = files_of_a_run()
+    assert {"metrics.jsonl", "evals.jsonl", "history.jsonl", "roles.json", "ledger.sqlite"} <= files
+    found = {
+        name: read
+        for name, file in modules().items()
+        if name != "cairn" and room(name) in LOOKERS
+        if (read := read_past_the_view(file.read_text(), files))
+    }
+    assert {name: read for name, read in found.items() if name not in OWN_READERS} == {}
+    assert found.keys() == OWN_READERS.keys(), "no exception that nobody needs"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "rows = RunDirectory(path).path",
+        "(path / 'metrics.jsonl').read_text()",
+        "view.run.history.rows()",
+        "def f(run):\n    return read_json(run.recipe, dict)",
+    ],
+)
+def test_a_reader_beside_the_view_is_found(source: str):
+    assert read_past_the_view(source, files_of_a_run())
 
 
 def test_every_room_has_a_floor():

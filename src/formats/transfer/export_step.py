@@ -19,11 +19,11 @@ from cairn.formats.base import written_bytes
 from cairn.formats.common.verified_reads import CheckedStep
 from cairn.formats.transfer.export_folder import RECORD, UNFINISHED, Exports, refuse_options
 from cairn.model.adapters import is_adapter
-from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
 from cairn.run.jsonlines import as_object
+from cairn.run.view import RunView
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
@@ -82,10 +82,7 @@ def _data(folder: Path) -> list[str]:
 
     Data sets, or environments; nothing if the step does not lie in its run's directory.
     """
-    try:
-        config = as_object(json.loads(RunDirectory(folder.parent.parent).config.read_text()))
-    except (OSError, ValueError):
-        return []
+    config = RunView(folder.parent.parent).known_config() or {}
     orchestrator = as_object(config.get("orchestrator"))
     several: Any = orchestrator.get("environments") or as_object(config.get("data")).get("sets")
     one: list[Any] = [config.get("data"), orchestrator.get("environment")]

@@ -1,5 +1,9 @@
 """`ckpt audit`: proves what a run has trained on, from its manifests, metrics and ledger.
 
+It reads the run as everybody does, with two exceptions: lines of metrics.jsonl by number, damaged ones
+included, and the rows of the ledger as SQLite has them. Other readers pass over what is damaged there, which
+is what an audit has to find.
+
 A live run writes ledger, then metrics, then manifest. The audit reads them in the opposite order, so that a
 concurrent write can only add rows to a file that is read later.
 """
@@ -54,7 +58,7 @@ def audit(path: Path, *, data: bool = False) -> Report:
         CheckpointError: the run's ledger is missing or damaged, and no checkpoint has a copy.
     """
     view = RunView(path)
-    run, attempt, config = view.run, view.run.attempt(), view.config()
+    run, attempt, config = view.run, view.attempt(), view.config()
     store = CheckpointStore(view.checkpoints())
     lost = None
     if attempt is None and config is not None:
@@ -69,15 +73,15 @@ def audit(path: Path, *, data: bool = False) -> Report:
     if lost:
         report.notes.append(f"{lost}: the newest checkpoint says which run this is")
     manifests = read_manifests(store, report)
-    rows = read_metrics(run.metrics, report)
+    rows = read_metrics(view, report)
     check_steps(rows, manifests, attempt, store, report)
     check_chain(rows, manifests, report)
-    note_lost_evaluations(rows, run, report)
+    note_lost_evaluations(rows, view, report)
     note_skipped(rows, report)
     note_rewinds(rows, recorded_rewinds(run, attempt, store, report), report)
     check_lineage(manifests, config, attempt, report)
     check_manifests(store, manifests, rows, report)
-    recipes = read_recipes(store, manifests, config, run, report)
+    recipes = read_recipes(store, manifests, config, view, report)
     check_recipes(recipes, manifests, report)
     if kind.epochs_of == "records":
         check_records(recipes, rows, report)
@@ -99,7 +103,7 @@ def audit(path: Path, *, data: bool = False) -> Report:
         add_unnoted(ledger, run, attempt)
         check_ledger(ledger, rows, manifests, attempt, report)
         check_given_up(ledger, recipes, config, attempt, report)
-        check_learned(run, attempt, ledger, report)
+        check_learned(view, attempt, ledger, report)
         check_snapshots(store, manifests, ledger, report)
     report.unproved.append("tensors: ckpt verify reads them")
     return report

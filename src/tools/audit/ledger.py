@@ -5,7 +5,6 @@ import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +15,9 @@ from cairn.orchestrator.ledger import RESTS, LedgerContent, read_ledger, read_sa
 from cairn.orchestrator.rollouts import LEAST
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import DamagedFile, read_json
+from cairn.run.files import DamagedFile
 from cairn.run.messages import Attempt, PolicyName, ShippedBatch
+from cairn.run.view import RunView
 from cairn.tools.audit.report import Epoch, Report, Row
 
 
@@ -293,10 +293,11 @@ def check_turns(ledger: LedgerContent, report: Report) -> None:
             report.broken("turn", f"{what}, of which {counts.get(key, 0)} are recorded", sample)
 
 
-def check_learned(run: RunDirectory, attempt: Attempt, ledger: LedgerContent, report: Report) -> None:
+def check_learned(view: RunView, attempt: Attempt, ledger: LedgerContent, report: Report) -> None:
     """Check that batches whose files are there teach exactly the tokens that the ledger has as sampled."""
+    run = view.run
     waiting = {group["place"] for group in ledger.groups if group["prompt_ids"] is not None}
-    masks = _masks(run)
+    masks = _masks(view)
     ends = {(row["place"], row["sample"]): row["finish_reason"] for row in ledger.samples}
     with contextlib.suppress(CheckpointError):  # the newest checkpoint's copy is audited instead
         for step, sampled in read_sampled(run.ledger).items():
@@ -321,8 +322,8 @@ def check_learned(run: RunDirectory, attempt: Attempt, ledger: LedgerContent, re
                     report.broken("turn", f"{what}, which are not the {len(tokens)} sampled ones", step)
 
 
-def _masks(run: RunDirectory) -> bool:
+def _masks(view: RunView) -> bool:
     """Whether answers that are cut off may be masked in this run."""
-    recipe = (read_json(run.recipe, dict[str, Any]) or {}).get("orchestrator", {})
+    recipe = (view.recipe() or {}).get("orchestrator", {})
     settings = [recipe.get("settings", {}), *recipe.get("environments", {}).values()]
     return any(one.get("overlong.type") == "mask" for one in settings)

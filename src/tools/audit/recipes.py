@@ -11,9 +11,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.environment_identity import same_environment
 from cairn.run.changes import Settings
 from cairn.run.data_sets import same_records
-from cairn.run.directory import RunDirectory
-from cairn.run.files import DamagedFile, read_json
+from cairn.run.files import DamagedFile
 from cairn.run.recipe import ORCHESTRATOR, TRAINER, Compared
+from cairn.run.view import RunView
 from cairn.tools.audit.report import Report, Segment
 from cairn.tools.audit.steps import read_state
 
@@ -46,7 +46,7 @@ def read_recipes(
     store: CheckpointStore,
     manifests: dict[int, Manifest],
     config: Mapping[str, Any],
-    run: RunDirectory,
+    view: RunView,
     report: Report,
 ) -> list[Recipe]:
     """The recipes of all checkpoints in order, then the current one; older checkpoints have only parts."""
@@ -62,7 +62,7 @@ def read_recipes(
             part = None
         recipes.append(_recipe(step, state, (part and part.recipe) or {}))
     try:
-        current = read_json(run.recipe, dict) or {}
+        current = view.recipe() or {}
     except DamagedFile as error:
         report.notes.append(str(error))
         current = {}

@@ -14,16 +14,17 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.history import Rewind
 from cairn.run.messages import Attempt
-from cairn.run.metrics import CHAIN, CHAINED, MetricsLog, chained, lost, ranges_of
+from cairn.run.metrics import CHAIN, CHAINED, chained, lost, ranges_of
+from cairn.run.view import RunView
 from cairn.tools.audit.report import Report, Row
 
 # Metrics
 
 
-def read_metrics(metrics: MetricsLog, report: Report) -> list[Row]:
-    """The rows of the file; only its last line may be incomplete."""
+def read_metrics(view: RunView, report: Report) -> list[Row]:
+    """The rows of metrics.jsonl; only its last line may be incomplete."""
     rows: list[Row] = []
-    for number, line, row in metrics.numbered():
+    for number, line, row in view.run.metrics.numbered():
         try:
             counts = {key: int((row or {})[key]) for key in ("step", "total_samples", "total_tokens")}
             rows.append({**(row or {}), **counts})
@@ -138,10 +139,10 @@ def note_equal_batches(rows: list[Row], report: Report) -> None:
             )
 
 
-def note_lost_evaluations(rows: list[Row], run: RunDirectory, report: Report) -> None:
+def note_lost_evaluations(rows: list[Row], view: RunView, report: Report) -> None:
     """Note results that rows have, and evals.jsonl lacks."""
     try:
-        found = lost(rows, run.evals.rows())
+        found = lost(rows, view.evals())
     except DamagedFile as error:
         report.notes.append(str(error))
         return

@@ -221,10 +221,11 @@ class ChaosRun:
     def _conclude(self) -> None:
         result, setting = self.result, self.task.setting
         result.missed += [*self.pending, *self.faults]
-        result.rows = RunView(self.path).run.metrics.rows()
+        view = RunView(self.path)
+        result.rows = list(view.metrics())
         result.evals = [
             {key: value for key, value in row.items() if key not in ("run_id", "branch")}
-            for row in self.run.evals.rows()
+            for row in view.evals()
         ]
         seen = self.watch.seen_at
         if {1, setting.last_step} <= seen.keys():

@@ -7,7 +7,6 @@ comes from are the same.
 import contextlib
 import dataclasses
 import datetime
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,23 +89,9 @@ class RunReader:
         """What people call that place."""
         return str(self._remote or self.view.checkpoints())
 
-    def stamp(self) -> str:
-        """Changes when any file of the run does that the page shows."""
-        run = self.view.run
-        paths = [run.metrics.path, run.history.path, run.roles, run.evals.path, run.rollouts, run.config]
-        paths += [self.view.checkpoints(), run.path / "stop.json"]
-        found = [f"{run.is_locked():d}"]
-        for path in paths:
-            try:
-                status = os.stat(path)
-                found.append(f"{status.st_mtime_ns:x}.{status.st_size:x}")
-            except OSError:
-                found.append("-")
-        return ":".join(found)
-
     def kept(self, name: str, make: Callable[[], Value], *, seconds: float | None = None) -> Value:
         """What `make` makes, made again when a file of the run has changed, or after so many seconds."""
-        stamp, now = self.stamp(), time.monotonic()
+        stamp, now = self.view.stamp(), time.monotonic()
         if name in self._kept:
             earlier, until, value = self._kept[name]
             if earlier == stamp and (seconds is None or now < until):
@@ -121,7 +106,7 @@ class RunReader:
 
     def overview(self) -> tuple[Overview, str]:
         """The run at a glance and the stamp before it; at most a twentieth of a core is spent on it."""
-        stamp, now = self.stamp(), time.monotonic()
+        stamp, now = self.view.stamp(), time.monotonic()
         if self._glance is not None:
             shown, earlier, made = self._glance
             since = now - made
@@ -207,7 +192,7 @@ class RunApi:
     def pulse(self, run: str) -> dict[str, Any]:
         """Something that changes when the run does, and whether it is going on."""
         with self._run(run) as reader:
-            return {"stamp": reader.stamp(), "alive": reader.view.run.is_locked()}
+            return {"stamp": reader.view.stamp(), "alive": reader.view.run.is_locked()}
 
     # One run
 
@@ -366,7 +351,7 @@ class RunApi:
         """The checkpoints of a run, and its branches."""
         with self._run(run) as reader:
             config, history = reader.view.known_config(), reader.view.history()
-            where, attempt = reader.steps_name(), reader.view.run.attempt()
+            where, attempt = reader.steps_name(), reader.view.attempt()
             known = (where, config, attempt.id if attempt else "", history)
             found = reader.kept("checkpoints", lambda: accounts.checkpoints(reader.steps(), *known))
         return {**found, "branches": accounts.branches(found["rows"])}
