@@ -20,6 +20,8 @@ from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
 from cairn.run.messages import Attempt, ShippedBatch
+from cairn.run.spans import MAIN, Recorder
+from cairn.watch.page.events import step_spans
 
 ATTEMPT = Attempt("5eed", 1, "rl", 0, None, "branch_1")
 BEGAN = time.time() - 400
@@ -201,6 +203,7 @@ def busy(path: Path, steps: int = 60) -> RunDirectory:
         ledger.issue(AnswerGroup(one, ledger.run.order.at(one).problem, shipped, [1, 2], [Rollout(1)]))
     ledger.close()
     _history(run)
+    _spans(run)
     _checkpoints(run)
     evaluations(run)
     _logs(run)
@@ -250,6 +253,23 @@ def _history(run: RunDirectory) -> None:
         {"time": BEGAN + 191, "event": "recompute", "steps": 4},
     ):  # fmt: skip
         run.history.append(event)
+
+
+def _spans(run: RunDirectory) -> None:
+    """What trainer, servers and environments did, and saves and pushes: of all steps but the first ten."""
+    trainer, orchestrator = (Recorder(run.spans_of(role)) for role in ("trainer_rank0", "orchestrator"))
+    for one in step_spans(run.metrics.rows(), run.history.rows())[10:]:
+        middle = (one.work + one.end) / 2
+        trainer.add(MAIN, f"waiting for batch {one.step}", one.begin, one.work, waiting=True)
+        trainer.add(MAIN, f"step {one.step}, micro-batch 0", one.work, middle, waiting=False)
+        trainer.add(MAIN, f"step {one.step}, micro-batch 1", middle, one.end, waiting=False)
+        orchestrator.add("servers", "generating", one.begin - 1, one.work)
+        orchestrator.add("environments", "rewarding", one.work - 0.7, one.work - 0.1)
+        orchestrator.add("weights", "pushing weights", one.end, one.end + 0.2)
+        if one.step % 10 == 1:
+            trainer.add("saves", "saving", one.work, one.work + 1.2, step=one.step - 1)
+    trainer.write()
+    orchestrator.write()
 
 
 def _checkpoints(run: RunDirectory) -> None:

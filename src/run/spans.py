@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MAIN = "main"
 """The lane of what the main thread does, one span after the other."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TimeSpan:
     """Something that a role did. begin: seconds since 1970. Spans of one lane may overlap; main's do not."""
 
@@ -97,14 +97,44 @@ def span(lane: str, name: str, **about: Any) -> Generator[None]:
         add(lane, name, begin, **about)
 
 
-def read(folder: Path) -> Iterator[TimeSpan]:
-    """All spans of a run that are on disk, by role and then as they ended; damaged lines are left out."""
-    for path in _files(folder):
-        role = path.name.removesuffix(".jsonl").removesuffix(".1")
-        for row in JsonLines(path).rows():
-            lane, name, begin, seconds = (row.pop(key, None) for key in ("lane", "name", "begin", "seconds"))
-            if isinstance(lane, str) and isinstance(name, str) and _is_time(begin) and _is_time(seconds):
-                yield TimeSpan(role, lane, name, float(begin), float(seconds), row)
+class SpanFiles:
+    """The spans of a run that are on disk; reads only what was added since it was asked before."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[Path, _SpanFile] = {}
+
+    def current(self) -> list[TimeSpan]:
+        """All of them, by role and then as they ended; damaged lines are left out.
+
+        Raises:
+            DamagedFile: a file as a whole can't be read.
+        """
+        paths = _files(self.folder)
+        self._files = {path: self._files.get(path) or _SpanFile(path) for path in paths}
+        return [span for path in paths for span in self._files[path].spans()]
+
+
+class _SpanFile(JsonLines):
+    """One file of spans."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._role = path.name.removesuffix(".jsonl").removesuffix(".1")
+        self._spans: list[TimeSpan] = []
+
+    def spans(self) -> list[TimeSpan]:
+        added = self.new_rows()
+        if self._reread:
+            self._spans = []
+        self._spans += [span for row in added if (span := self._span(row)) is not None]
+        return self._spans
+
+    def _span(self, row: Row) -> TimeSpan | None:
+        lane, name, begin, seconds = (row.pop(key, None) for key in ("lane", "name", "begin", "seconds"))
+        if isinstance(lane, str) and isinstance(name, str) and _is_time(begin) and _is_time(seconds):
+            return TimeSpan(self._role, lane, name, float(begin), float(seconds), row)
+        return None
 
 
 def _files(folder: Path) -> list[Path]:

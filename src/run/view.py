@@ -19,6 +19,7 @@ from cairn.run.history import Account, Costs, History, latest_attempt
 from cairn.run.jsonlines import Row
 from cairn.run.messages import Attempt, RoleEntry
 from cairn.run.metrics import MetricsLog
+from cairn.run.spans import SpanFiles, TimeSpan
 
 State = Literal["empty", "unknown", "running", "stopping", "done", "stopped", "failed", "killed"]
 GOING_ON: tuple[State, ...] = ("running", "stopping")
@@ -159,6 +160,7 @@ class RunView:
         self._metrics = MetricsLog(self.run.metrics.path)
         self._evals = MetricsLog(self.run.evals.path)
         self._history = History(self.run.history.path)
+        self._spans = SpanFiles(self.run.spans)
 
     def metrics(self) -> Sequence[Row]:
         """The rows of metrics.jsonl; after a restart of the trainer the last ones may be gone again.
@@ -190,6 +192,14 @@ class RunView:
             DamagedFile: the file as a whole can't be read.
         """
         return self._history.current()
+
+    def spans(self) -> Sequence[TimeSpan]:
+        """What each process did when (run/spans.py), by role and then as it ended.
+
+        Raises:
+            DamagedFile: a file as a whole can't be read.
+        """
+        return self._spans.current()
 
     def costs(self) -> Costs:
         """What restarts have cost, until now or until the run was last at work.

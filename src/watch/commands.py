@@ -20,7 +20,7 @@ from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.output import duration, printable
-from cairn.run.spans import chrome_trace, read
+from cairn.run.spans import chrome_trace
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
 from cairn.watch.goodput import (
@@ -188,7 +188,7 @@ class DiagnoseRun(LooksAtRun):
         account = time_account(view.metrics(), view.history(), costs)
         tokens = token_account(view.metrics(), costs, view.known_evals())
         if self.trace is not None:
-            write_atomic(self.trace, json.dumps(chrome_trace(read(view.run.spans))).encode())
+            write_atomic(self.trace, json.dumps(chrome_trace(view.spans())).encode())
         if self.as_json:
             found = [dataclasses.asdict(finding) for finding in shown.findings]
             money = {} if self.price is None else {"price": account.price(self.price)}
@@ -213,7 +213,7 @@ class DiagnoseRun(LooksAtRun):
         whole = None if self.price is None else account.cost(self.price)
         print(f"\n{token_sentence(tokens, whole)}\n")
         print_tokens(tokens, whole)
-        if rows := phase_rows(read(view.run.spans)):
+        if rows := phase_rows(view.spans()):
             print()
             print_table(["role", "what it did", "time", "share"], rows)
         return WRONG if shown.findings else 0

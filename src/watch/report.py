@@ -19,7 +19,6 @@ from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.output import duration, printable
-from cairn.run.spans import read
 from cairn.run.view import RunView
 from cairn.watch.goodput import (
     account_rows,
@@ -190,7 +189,7 @@ def _time(view: RunView) -> Iterator[str]:
     yield f"<h2>Time</h2><p>{escape(sentence(account))}</p>"
     if rows := account_rows(account):
         yield _table(["time", "how long", "share", "what it is"], rows)
-    if rows := phase_rows(read(view.run.spans)):
+    if rows := phase_rows(view.spans()):
         yield _table(["role", "what it did", "how long", "share"], rows)
     tokens = token_account(view.metrics(), view.costs(), view.known_evals())
     yield f"<h2>Tokens</h2><p>{escape(token_sentence(tokens))}</p>"

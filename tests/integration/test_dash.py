@@ -141,6 +141,15 @@ def test_numbers_are_those_of_the_python_api(page: Browser, folder: Path):
         page.wait(f"document.querySelector({json.dumps(cells)})")
         shown = page.run(each(cells, "[one.dataset.kind, Number(one.dataset.exact)]"))
         assert dict(shown) == {kind: value for kind, value in account.items() if value > 0}
+    rects = page.run(each("rect[data-lane]", "[one.dataset.lane, one.dataset.kind, one.textContent]"))
+    kinds = {(lane, kind) for lane, kind, _ in rects}
+    assert kinds == {
+        *(("trainer", kind) for kind in ("computing", "waiting")),
+        *(("servers", kind) for kind in ("servers", "weights")),
+        *((lane, lane) for lane in ("rewards", "saves")),
+    }
+    computed = {words.partition(":")[0] for _, kind, words in rects if kind == "computing"}
+    assert computed == {f"step {step}" for step in range(1, 61)}
     page.go("run=busy&view=checkpoints")
     kept = page.wait(each("#steps tbody tr", "one.children[5].textContent"))
     assert kept[0] == "newest, last, every"

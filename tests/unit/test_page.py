@@ -26,6 +26,7 @@ from cairn.launch import main
 from cairn.orchestrator.advantages import Grpo
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.files import write_json
+from cairn.run.spans import MAIN, TimeSpan
 from cairn.run.view import RunView
 from cairn.watch.overview import overview
 from cairn.watch.page import accounts, answers, curves, events
@@ -341,7 +342,7 @@ def test_every_beginning_of_a_file_that_is_being_written_can_be_read(
         os.utime(run.metrics.path, ns=(end, end))
         steps = content[:end].count(b"\n")
         assert api.overview("run")["step"] == steps
-        assert len(api.timeline("run")["steps"]) == steps
+        assert api.timeline("run")["steps"] == steps
 
 
 def test_looking_changes_nothing(tmp_path: Path, ask: Ask):
@@ -645,6 +646,42 @@ def test_steps_lie_on_the_clock_across_attempts():
     assert (first.begin, first.work, first.end) == (1015.0, 1020.0, 1030.0)
     assert second.end == 1000 + 60 + 55, "the idle time lies between the attempts"
     assert events.step_spans([{"step": 1, "time/step": 2.0}], [])[0].end == 2.0
+
+
+def test_the_time_line_is_of_what_was_recorded():
+    """Each role in its lane; micro-batches are one step, and steps older than the spans lie by their rows."""
+    steps = [events.StepSpan(step, 10.0 * step, 10.0 * step + 4, 10.0 * step + 9) for step in (1, 2, 3)]
+    recorded = [
+        TimeSpan("trainer_rank0", MAIN, "waiting for batch 2", 19.5, 4.5, {"waiting": True}),
+        TimeSpan("trainer_rank0", MAIN, "step 2, micro-batch 0", 24.0, 2.0, {}),
+        TimeSpan("trainer_rank0", MAIN, "step 2, micro-batch 1", 26.0, 3.0, {}),
+        TimeSpan("trainer_rank0", MAIN, "finishing after step 2", 29.0, 1.0, {}),
+        TimeSpan("trainer_rank0", "saves", "saving", 29.0, 0.5, {"step": 2}),
+        TimeSpan("trainer_rank1", MAIN, "step 2, micro-batch 0", 24.0, 5.0, {}),
+        TimeSpan("orchestrator", "servers", "generating", 19.0, 5.0, {}),
+        TimeSpan("orchestrator", "weights", "pushing weights", 29.0, 0.5, {}),
+        TimeSpan("orchestrator", "environments", "rewarding", 23.0, 1.0, {}),
+        TimeSpan("uploader", MAIN, "waiting for a step to upload", 19.0, 10.0, {"waiting": True}),
+        TimeSpan("uploader", MAIN, "uploading step 1", 29.0, 10.0, {}),
+        TimeSpan("orchestrator", "servers", "generating", 1.0, 5.0, {}),
+    ]
+    found = events.lanes(recorded, steps)
+    assert [(bar.begin, bar.end, bar.kind, bar.step) for bar in found["trainer"]] == [
+        (10.0, 14.0, "waiting", 1),
+        (14.0, 19.0, "computing", 1),
+        (19.5, 24.0, "waiting", 2),
+        (24.0, 29.0, "computing", 2),
+        (29.0, 30.0, "other", 2),
+    ]
+    rest = {name: [(bar.kind, bar.text) for bar in bars] for name, bars in found.items() if name != "trainer"}
+    assert rest == {
+        "saves": [("saves", "saving step 2")],
+        "servers": [("servers", "generating"), ("weights", "pushing weights")],
+        "rewards": [("rewards", "rewarding")],
+        "uploads": [("uploads", "uploading step 1")],
+    }
+    (only,) = events.lanes([], steps).values()
+    assert [bar.step for bar in only] == [1, 1, 2, 2, 3, 3]
 
 
 def test_logs_say_each_error_once_and_can_be_read_backwards(tmp_path: Path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cairn.run import spans
 from cairn.run.directory import RunDirectory
-from cairn.run.spans import MAIN, Recorder, TimeSpan, chrome_trace, phases_of, read
+from cairn.run.spans import MAIN, Recorder, SpanFiles, TimeSpan, chrome_trace, phases_of
 
 
 def test_a_process_leaves_what_it_did_behind(tmp_path: Path):
@@ -29,7 +29,7 @@ with heartbeat.waiting_for("the batch"):
     pass
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-    found = list(read(run.spans))
+    found = SpanFiles(run.spans).current()
     assert {one.role for one in found} == {"trainer"}
     main = [(one.name, one.about.get("waiting")) for one in found if one.lane == MAIN]
     names = ["starting", "step 1", "step 2", "waiting for the batch", "step 2"]
@@ -45,7 +45,7 @@ def test_a_process_without_a_recorder_notes_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(spans, "_recorder", None)
     with spans.span("saves", "saving"):
         spans.add(MAIN, "step 1", 1.0)
-    assert list(read(tmp_path)) == []
+    assert SpanFiles(tmp_path).current() == []
 
 
 def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -57,8 +57,21 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         recorder.write()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer.1.jsonl", "trainer.jsonl"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 2000 + 200
-    names = [one.name for one in read(tmp_path)]
+    names = [one.name for one in SpanFiles(tmp_path).current()]
     assert names == [f"step {number}" for number in range(300 - len(names), 300)]
+
+
+def test_what_is_added_is_read_and_what_was_read_is_not_read_again(tmp_path: Path):
+    files, recorder = SpanFiles(tmp_path), Recorder(tmp_path / "trainer.jsonl")
+    assert files.current() == []
+    for number in range(3):
+        recorder.add(MAIN, f"step {number}", float(number), number + 1.0)
+        recorder.write()
+        assert [one.name for one in files.current()] == [f"step {place}" for place in range(number + 1)]
+    recorder.path.rename(tmp_path / "trainer.1.jsonl")
+    recorder.add(MAIN, "step 3", 3.0, 4.0)
+    recorder.write()
+    assert [one.name for one in files.current()] == [f"step {place}" for place in range(4)]
 
 
 def test_a_disk_that_takes_nothing_costs_spans_only(tmp_path: Path):
@@ -75,7 +88,7 @@ def test_damaged_files_are_read_as_far_as_they_go(
     folder = tmp_path_factory.mktemp("spans")
     good = json.dumps({"lane": MAIN, "name": "step 1", "begin": 1.0, "seconds": 2.0}).encode()
     (folder / "trainer.jsonl").write_bytes(b"\n".join([*lines, b'{"lane": 1, "name": "x"}', good, good[:9]]))
-    assert TimeSpan("trainer", MAIN, "step 1", 1.0, 2.0, {}) in list(read(folder))
+    assert TimeSpan("trainer", MAIN, "step 1", 1.0, 2.0, {}) in SpanFiles(folder).current()
 
 
 def test_the_trace_is_what_perfetto_opens():

@@ -368,9 +368,8 @@ class RunApi:
         with self._run(run) as reader:
             rows, history = list(reader.rows()), list(reader.view.history())
             saves = reader.kept("saves", lambda: _saves(reader.view.checkpoints()))
+            found = events.timeline(rows, history, reader.view.spans(), saves, last)
             shot = reader.view.snapshot()
-        found = events.timeline(rows, history, saves)
-        found["steps"] = found["steps"][-last:]
         roles = {name: {"state": role.state, "doing": role.doing} for name, role in shot.roles.items()}
         return {**found, "total": len(rows), "now": shot.time, "alive": shot.locked, "roles": roles}
 

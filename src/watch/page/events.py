@@ -1,9 +1,10 @@
 """What happened in a run, and when: steps, restarts and saves on one time line, and the logs of its roles."""
 
 import contextlib
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cairn.run.history import WorkClock
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 from cairn.run.output import COLORS
+from cairn.run.spans import MAIN, TimeSpan
 
 TAIL = 64 << 10
 """Bytes of a log that are sent at once."""
@@ -32,16 +34,47 @@ PHASES = ("time/wait", "time/step", "time/validation", "time/save_stall", "time/
 """Times in a row of metrics.jsonl that tell where a step's time went."""
 
 
+LANES: Mapping[tuple[str, str], str] = {
+    ("trainer_rank0", MAIN): "trainer",
+    ("trainer_rank0", "saves"): "saves",
+    ("orchestrator", "servers"): "servers",
+    ("orchestrator", "weights"): "servers",
+    ("orchestrator", "environments"): "rewards",
+    ("exporter", MAIN): "exports",
+    ("uploader", MAIN): "uploads",
+}
+"""The lanes of the time line, in their order, by role and lane of the spans that they show."""
+OF_STEP = re.compile(r"(?:step|batch) (\d+)")
+COMPUTING = ("step ", "validation ", "computing ")
+"""How the names of the trainer's spans begin that are no other work."""
+TOGETHER = 0.1
+"""Seconds between two bars of one kind and step that are drawn as one, such as those of micro-batches."""
+
+
 @dataclass(frozen=True)
 class StepSpan:
     """A step of the trainer on the clock, in seconds since 1970: it waited from `begin` to `work`, and
-    computed until `end`. phases: further times of its row, in seconds."""
+    computed until `end`."""
 
     step: int
     begin: float
     work: float
     end: float
-    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What was done in a lane of the time line, from `begin` to `end`, in seconds since 1970.
+
+    kind: computing, waiting, or the name of its lane; `other` of what the trainer does beside its steps.
+    step: the step that it belongs to, if it does.
+    """
+
+    begin: float
+    end: float
+    kind: str
+    text: str
+    step: int | None
 
 
 @dataclass(frozen=True)
@@ -67,8 +100,56 @@ def step_spans(rows: Sequence[Row], history: Sequence[Row]) -> list[StepSpan]:
         wall = number(row, "run/wall_seconds")
         end = work.moment(wall) if wall is not None and work.has_begun else clock + wait + step
         clock = max(end, clock)
-        phases = {key: value for key in PHASES if (value := number(row, key)) is not None}
-        found.append(StepSpan(row["step"], clock - step - wait, clock - step, clock, phases))
+        found.append(StepSpan(row["step"], clock - step - wait, clock - step, clock))
+    return found
+
+
+def lanes(spans: Iterable[TimeSpan], steps: Sequence[StepSpan]) -> dict[str, list[Bar]]:
+    """What was done when, by lane, from the first of these steps on.
+
+    The trainer's steps that no span tells of lie where their rows put them: those of a run whose spans are
+    elsewhere, or of a time before the oldest span that is kept.
+    """
+    first = steps[0].begin if steps else -math.inf
+    known: dict[str, list[Bar]] = {name: [] for name in LANES.values()}
+    for one in spans:
+        lane, end = LANES.get((one.role, one.lane)), one.begin + one.seconds
+        idle = one.about.get("waiting") and lane != "trainer"
+        if lane is not None and end > first and not idle:
+            known[lane].append(_bar(one, lane))
+    recorded = min((bar.begin for bar in known["trainer"]), default=math.inf)
+    for step in steps:
+        if step.end <= recorded:
+            waits = f"waits for the batch of step {step.step}"
+            known["trainer"].append(Bar(step.begin, step.work, "waiting", waits, step.step))
+            known["trainer"].append(Bar(step.work, step.end, "computing", f"step {step.step}", step.step))
+    return {name: _joined(bars) for name, bars in known.items() if bars}
+
+
+def _bar(span: TimeSpan, lane: str) -> Bar:
+    found, about = OF_STEP.search(span.name), span.about.get("step")
+    step = int(found[1]) if found else about if isinstance(about, int) else None
+    kind, text = lane, span.name if found or step is None else f"{span.name} step {step}"
+    if span.lane == "weights":
+        kind = "weights"
+    elif lane == "trainer" and (span.about.get("waiting") or span.name.startswith("getting the batch")):
+        kind = "waiting"
+    elif lane == "trainer":
+        kind = "computing" if span.name.startswith(COMPUTING) else "other"
+        text = text.partition(", micro-batch")[0]
+    return Bar(span.begin, span.begin + span.seconds, kind, text, step)
+
+
+def _joined(bars: list[Bar]) -> list[Bar]:
+    """The bars of a lane in order; those of one kind and step that follow each other at once are one."""
+    found: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: bar.begin):
+        last = found[-1] if found else None
+        if last and (last.kind, last.step, last.text) == (bar.kind, bar.step, bar.text) \
+                and bar.begin - last.end < TOGETHER:  # fmt: skip
+            found[-1] = replace(last, end=max(last.end, bar.end))
+        else:
+            found.append(bar)
     return found
 
 
@@ -228,19 +309,25 @@ def _reports(path: Path) -> Iterator[tuple[str, str, list[str], int]]:
 
 
 def timeline(
-    rows: Sequence[Row], history: Sequence[Row], saves: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row],
+    history: Sequence[Row],
+    spans: Iterable[TimeSpan],
+    saves: Sequence[Mapping[str, Any]],
+    last: int,
 ) -> dict[str, Any]:
-    """Steps, events and saves on the clock.
+    """What was done when in the newest `last` steps, and all events and saves on the clock.
 
     Args:
         saves: the steps that exist: `step` and `time`, in seconds since 1970.
     """
+    steps = step_spans(rows, history)[-last:]
     found = [
         *marks(history),
         *(Mark(one["time"], "saved", "trainer", f"step {one['step']} saved") for one in saves),
     ]
     return {
-        "steps": step_spans(rows, history),
+        "steps": len(steps),
+        "lanes": lanes(spans, steps),
         "marks": sorted(found, key=lambda mark: mark.time),
         "shares": shares(rows),
     }
