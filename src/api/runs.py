@@ -14,7 +14,7 @@ from cairn.run.errors import UsageError
 from cairn.run.object_store import is_url
 from cairn.run.view import RunSnapshot, RunView, State
 from cairn.watch.evaluations import Flips, flips_of
-from cairn.watch.goodput import TimeAccount, TokenAccount, time_account, token_account
+from cairn.watch.goodput import TimeAccount, TokenAccount, time_account, tokens_of
 from cairn.watch.overview import Overview, overview
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Run:
 
     def token_account(self) -> TokenAccount:
         """What became of every token of the run: `tokens` by fate, `total`, and `share` of each fate."""
-        return token_account(self._view.metrics(), self._view.costs(), self._view.known_evals())
+        return tokens_of(self._view)
 
     @property
     def state(self) -> State:

@@ -14,7 +14,7 @@ from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.completion import Completer
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.environments.times import call_metrics
-from cairn.orchestrator.ledger import RESTS, to_ranges
+from cairn.orchestrator.ledger import FATES, RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.policy_sync.gpu_turns import Sharing
 from cairn.orchestrator.policy_sync.resume import Remade
@@ -70,8 +70,6 @@ class BatchMaker:
         for reason in (NO_SPREAD, ALL_MASKED):
             self._redrawn += state.ledger.given_up(reason, state.shipped.newest.step + 1)
         self._filtered = state.ledger.given_up(RESTS, state.shipped.newest.step + 1)
-        self._tokens = Counter(dropped=sum(group.sampled for group in dropped))
-        """Tokens for prompts that no batch has, since the last one, by what became of them."""
         self._given_up: list[AnswerGroup] = []
         if dropped:
             logger.warning(
@@ -123,7 +121,6 @@ class BatchMaker:
         given_up = self.prompts.give_up(self.state.shipped.newest.step + 1)
         if given_up:
             self._given_up += given_up
-            self._tokens["failed"] += sum(group.sampled for group in given_up)
             self._failed.update(group.environment for group in given_up)
             self._unscored.update(group.environment for group in given_up if group.unscored)
             logger.warning("%d prompts are given up: too many of their answers have failed", len(given_up))
@@ -148,7 +145,6 @@ class BatchMaker:
             if reason := self._teaches_nothing(self.prompts.ready[place]):
                 group = self.prompts.leave_out(place, reason, step)
                 self._given_up.append(group)
-                self._tokens["redrawn"] += group.sampled
                 self._redrawn[group.environment] += 1
 
     def _teaches_nothing(self, group: AnswerGroup) -> str | None:
@@ -211,7 +207,6 @@ class BatchMaker:
             self.state.ledger.drop(group.place, "stale", step)
             self.prompts.drop(group.place)
             self._dropped[group.environment] += 1
-            self._tokens["dropped"] += group.sampled
         if len(self.prompts.ready) < size:
             return None
         by_age = sorted(self.prompts.ready.values(), key=lambda group: (group.oldest_step, group.place))
@@ -235,7 +230,7 @@ class BatchMaker:
         state.shipped.add(batch.header.ledger)
         self.remade.shipped(step)
         self._dropped, self._failed, self._redrawn, self._filtered = (Counter[int]() for _ in range(4))
-        self._unscored, self._tokens = Counter[int](), Counter[str]()
+        self._unscored = Counter[int]()
         self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
 
@@ -277,7 +272,7 @@ class BatchMaker:
                 **{name: counts.total() for name, counts in self._counts().items()},
                 **self._of_environments(groups, by_group, step),
                 **self._of_pools(step),
-                **self._of_tokens(groups),
+                **self._of_tokens(groups, step),
                 "epoch": progress.total_problems / problems_of(self.state.sources),
                 "total_problems": progress.total_problems,
                 **call_metrics(source.environment.times.take() for source in self.state.sources),
@@ -335,18 +330,14 @@ class BatchMaker:
                 found.update({f"env/{source.label}/{name}": value for name, value in own.items()})
         return dict(found)
 
-    def _of_tokens(self, groups: list[AnswerGroup]) -> dict[str, float]:
+    def _of_tokens(self, groups: list[AnswerGroup], step: int) -> dict[str, float]:
         """What became of tokens that were sampled since the last batch and teach nothing, and how many wait.
 
         Args:
-            groups: of the batch.
+            groups: of the batch of `step`.
         """
-        found = {
-            "tokens/unlearned": 0,
-            "tokens/failed": self._tokens["failed"],
-            "tokens/redrawn": self._tokens["redrawn"],
-            "tokens/dropped": self._tokens["dropped"],
-        }
+        thrown = self.state.ledger.thrown(step)
+        found = {"tokens/unlearned": 0, **{f"tokens/{fate}": thrown.get(fate, 0) for fate in FATES}}
         for group in groups:
             masks, teaches = self.state.source(group).overlong.masks, self._teaches(group)
             for one in group.rollouts:

@@ -30,9 +30,9 @@ from cairn.watch.goodput import (
     phase_rows,
     sentence,
     time_account,
-    token_account,
     token_rows,
     token_sentence,
+    tokens_of,
 )
 from cairn.watch.overview import Overview, overview
 
@@ -184,9 +184,8 @@ class DiagnoseRun(LooksAtRun):
 
     def look(self, view: RunView, name: str) -> int:
         shown = overview(view, here=name)
-        costs = view.costs()
-        account = time_account(view.metrics(), view.history(), costs)
-        tokens = token_account(view.metrics(), costs, view.known_evals())
+        account = time_account(view.metrics(), view.history(), view.costs())
+        tokens = tokens_of(view)
         if self.trace is not None:
             write_atomic(self.trace, json.dumps(chrome_trace(view.spans())).encode())
         if self.as_json:

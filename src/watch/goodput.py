@@ -1,6 +1,7 @@
 """What became of every second of a run (computed, waited, saved, started, lost) and of every token.
 
-It is made from metrics.jsonl, history.jsonl and evals.jsonl alone. The wall time of a row
+It is made from metrics.jsonl, history.jsonl and evals.jsonl, and of RL runs from the ledger, which knows of
+tokens that no row has yet. The wall time of a row
 (`run/wall_seconds`) counts from the run's first attempt and leaves out the time between attempts; what lies
 between two rows and is neither a step nor its wait is time that a start, a restart or a save has taken.
 """
@@ -8,12 +9,18 @@ between two rows and is neither a step nor its wait is time that a start, a rest
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.run.history import Costs, WorkClock
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import count_of, number
 from cairn.run.output import duration
 from cairn.run.spans import TimeSpan, phases_of
+from cairn.run.view import RunView
+
+if TYPE_CHECKING:
+    from cairn.orchestrator.ledger import LedgerTokens
 
 ORDER: tuple[str, ...] = ("computed", "waited", "saved", "started", "lost", "other")
 """The kinds of time, in the order in which they are shown; all of them together are the wall time."""
@@ -144,7 +151,7 @@ FATES: dict[str, str] = {
     "failed": "of answers that failed, and of prompts that were given up because of them",
     "redrawn": "of prompts that others took the place of, since nothing could be learned from them",
     "dropped": "of answers that had become too old, or came from another temperature",
-    "waiting": "in no batch yet, when the newest one was made",
+    "waiting": "in no batch yet, or in one that is not trained on yet",
     "evaluated": "of answers in evaluations",
     "repeated": "trained on again, since the steps after a checkpoint were lost",
 }
@@ -175,13 +182,40 @@ class TokenAccount:
         return {fate: self.share(fate) * whole for fate in FATES}
 
 
-def token_account(rows: Sequence[Row], costs: Costs, evals: Sequence[Row] = ()) -> TokenAccount:
+def tokens_of(view: RunView) -> TokenAccount:
+    """The account of a run's tokens until now.
+
+    Raises:
+        DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
+    """
+    rows = view.metrics()
+    return token_account(
+        rows, view.costs(), view.known_evals(), _beyond(view, rows[-1]["step"] if rows else 0)
+    )
+
+
+def _beyond(view: RunView, step: int) -> "LedgerTokens | None":
+    """What the ledger has beyond the rows up to `step`; None if there is no ledger, or it can't be read."""
+    if not view.run.ledger.exists():
+        return None
+    from cairn.orchestrator.ledger import is_quiet, read_tokens  # takes a while to import
+
+    try:
+        return read_tokens(view.run.ledger, step, immutable=is_quiet(view.run))
+    except CheckpointError:  # the page of the ledger says what is wrong with it
+        return None
+
+
+def token_account(
+    rows: Sequence[Row], costs: Costs, evals: Sequence[Row] = (), beyond: "LedgerTokens | None" = None
+) -> TokenAccount:
     """The account of a run's tokens until now.
 
     Args:
         rows: of metrics.jsonl; those of earlier versions of Cairn do not say what was thrown away.
         costs: of the run until now.
         evals: of evals.jsonl.
+        beyond: what the ledger has beyond these rows; without it, what waits is what waited at the newest.
     """
     tokens = dict.fromkeys(FATES, 0)
     for row in rows:
@@ -192,6 +226,10 @@ def token_account(rows: Sequence[Row], costs: Costs, evals: Sequence[Row] = ()) 
         for fate in ("failed", "redrawn", "dropped"):
             tokens[fate] += count_of(row, f"tokens/{fate}")
     tokens["waiting"] = count_of(rows[-1], "tokens/waiting") if rows else 0
+    if beyond is not None:
+        tokens["waiting"] = beyond.waiting
+        for fate, count in beyond.thrown.items():
+            tokens[fate] += count
     for row in evals:
         mean = number(row, "tokens") or 0.0
         tokens["evaluated"] += max(round(mean * count_of(row, "samples")), 0)

@@ -25,9 +25,9 @@ from cairn.watch.goodput import (
     phase_rows,
     sentence,
     time_account,
-    token_account,
     token_rows,
     token_sentence,
+    tokens_of,
 )
 from cairn.watch.overview import Curve, Overview, overview, scaled
 from cairn.watch.page.curves import thin
@@ -191,7 +191,7 @@ def _time(view: RunView) -> Iterator[str]:
         yield _table(["time", "how long", "share", "what it is"], rows)
     if rows := phase_rows(view.spans()):
         yield _table(["role", "what it did", "how long", "share"], rows)
-    tokens = token_account(view.metrics(), view.costs(), view.known_evals())
+    tokens = tokens_of(view)
     yield f"<h2>Tokens</h2><p>{escape(token_sentence(tokens))}</p>"
     if rows := token_rows(tokens):
         yield _table(["tokens", "how many", "share", "what it is"], rows)

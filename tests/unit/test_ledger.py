@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, opening, read_ledger, to_ranges
+from cairn.orchestrator.ledger import (
+    FORMAT,
+    Ledger,
+    LedgerRun,
+    LedgerTokens,
+    opening,
+    read_ledger,
+    read_tokens,
+    to_ranges,
+)
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
 from cairn.policy.generation import Generation, VersionSpan
 from cairn.run.messages import ShippedBatch
@@ -82,6 +91,29 @@ def test_places_that_nobody_was_asked_are_known(path: Path):
     assert ledger.never_issued() == ([3, 4], 6)
     tries = sqlite3.connect(path).execute("SELECT place, tries FROM groups ORDER BY place").fetchall()
     assert tries == [(1, 2), (5, 1)]
+
+
+def test_tokens_that_no_batch_has_are_counted_whoever_is_killed(path: Path):
+    """Those that were thrown away while a batch was made up, and those that wait."""
+    ledger = reopened(path)
+    fill(ledger, *map(answered, range(6)))
+    ledger.drop(0, "stale", 2)
+    ledger.fail(ledger.waiting()[0], "the sandbox died", 2)
+    ledger.fail(ledger.waiting()[0], "all answers have the same reward", 2, fate="redrawn")
+    ship(ledger, 1, 3)
+    thrown = {"dropped": 3, "failed": 3, "redrawn": 3}
+    assert read_tokens(path, 0) == LedgerTokens(9, thrown), "a batch that nobody has trained on waits as well"
+    assert read_tokens(path, 1) == LedgerTokens(6, thrown)
+    assert read_tokens(path, 2) == LedgerTokens(6, {}), "the row of step 2 has them"
+    # No close: the process was killed.
+    ledger = reopened(path)
+    assert (ledger.thrown(2), ledger.thrown(1)) == (thrown, {})
+    ledger.drop(4, "temperature", 2)
+    assert ledger.thrown(2) == {**thrown, "dropped": 6}
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE thrown")
+    assert read_tokens(path, 1) == LedgerTokens(3, {})
+    assert reopened(path).thrown(2) == {}
 
 
 def test_folding_keeps_the_ledger_small(path: Path):

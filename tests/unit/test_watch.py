@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import cairn
 from cairn.config.trainer import TrainerConfig
 from cairn.launch import main
+from cairn.orchestrator.ledger import LedgerTokens
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.files import write_json
 from cairn.run.history import Costs, resumed, starting
@@ -345,6 +346,9 @@ def test_every_token_of_a_run_is_accounted_for():
         **dict(waiting=40, evaluated=10, repeated=300),
     }
     assert account.total == 574
+    beyond = LedgerTokens(waiting=60, thrown={"dropped": 5})
+    grown = token_account(rows, Costs({}, 3, 300, 1, 1), [], beyond).tokens
+    assert (grown["waiting"], grown["dropped"], grown["failed"]) == (60, 14, 7)
     assert sum(account.price(57.4).values()) == pytest.approx(57.4)
     assert account.price(57.4)["trained"] == pytest.approx(15)
     assert token_sentence(account, 57.4) == (

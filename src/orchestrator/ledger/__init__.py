@@ -13,14 +13,18 @@ from cairn.orchestrator.ledger.ledger import Ledger, LedgerFailed
 from cairn.orchestrator.ledger.reading import (
     LedgerContent,
     LedgerSummary,
+    LedgerTokens,
+    is_quiet,
     read_answers,
     read_ledger,
     read_sampled,
     read_summary,
+    read_tokens,
 )
-from cairn.orchestrator.ledger.schema import FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
+from cairn.orchestrator.ledger.schema import FATES, FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
 
 __all__ = [
+    "FATES",
     "FORMAT",
     "RESTS",
     "SCHEMA",
@@ -29,9 +33,12 @@ __all__ = [
     "LedgerFailed",
     "LedgerRun",
     "LedgerSummary",
+    "LedgerTokens",
+    "is_quiet",
     "read_answers",
     "read_ledger",
     "read_sampled",
     "read_summary",
+    "read_tokens",
     "to_ranges",
 ]

@@ -27,6 +27,7 @@ from cairn.orchestrator.ledger.schema import (
     SELECT_SAMPLES,
     SELECT_SNAPSHOT,
     SELECT_TURNS,
+    THROW,
     UNSHIP,
     UNSHIP_ONE,
     LedgerRun,
@@ -125,7 +126,17 @@ class Ledger:
                 "INSERT INTO dropped SELECT place, tries, ?, ? FROM groups WHERE place = ?",
                 (reason, step, place),
             )
-            self._forget([place])
+            self._throw(place, "dropped", step)
+
+    def _throw(self, place: int, fate: str, step: int) -> None:
+        """Delete a prompt's answers, and count their tokens."""
+        self._database.execute(THROW.format("place = ?"), (step, fate, place))
+        self._forget([place])
+
+    def thrown(self, step: int) -> dict[str, int]:
+        """Tokens that were thrown away while batch `step` was made up, by fate: failed, redrawn, dropped."""
+        found = self._database.execute("SELECT fate, tokens FROM thrown WHERE step = ?", (step,))
+        return {fate: tokens for fate, tokens in found}
 
     def waiting(self) -> list[AnswerGroup]:
         """The prompts that are issued but not shipped, with their answers so far."""
@@ -225,12 +236,15 @@ class Ledger:
                     "DELETE FROM snapshots WHERE place = ? AND sample = ?", (place, sample)
                 )
 
-    def fail(self, group: AnswerGroup, reason: str, step: int) -> None:
-        """Give a prompt up: it is not issued again. `step` is the batch that leaves it out."""
+    def fail(self, group: AnswerGroup, reason: str, step: int, *, fate: str = "failed") -> None:
+        """Give a prompt up: it is not issued again. `step` is the batch that leaves it out.
+
+        fate: as what the tokens of its answers are counted, `redrawn` if another prompt takes its place.
+        """
         with self._database:
             self._give_up([group], reason, step)
             outcomes.note(self._database, self.run, [group.place], step)
-            self._forget([group.place])
+            self._throw(group.place, fate, step)
 
     def _give_up(self, groups: Sequence[AnswerGroup], reason: str, step: int) -> None:
         rows = [(group.place, group.problem, step, reason, group.environment) for group in groups]

@@ -18,6 +18,8 @@ from cairn.orchestrator.ledger.schema import (
     ANSWERS,
     FORMAT,
     SCHEMA,
+    THROW,
+    THROWN,
     UNSHIP,
     LedgerRun,
     check_format,
@@ -39,6 +41,7 @@ def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) 
         return None
     database = connect(path)
     with database:
+        database.execute(THROWN)
         write_owner(database, run)
     return database
 
@@ -57,6 +60,7 @@ def begin(
     with database:
         if snapshot:
             check_copy(database, snapshot)
+            database.execute(THROWN)
             _rewind(database, step)
             owner = database.execute("SELECT run_id, branch FROM run").fetchone()
             if again is not None and owner != run.owner:
@@ -65,6 +69,7 @@ def begin(
                 raise CheckpointError(f"{snapshot}: {odd}; resume from another step (--ckpt.resume-step)")
         else:
             database.executescript(SCHEMA)
+            database.execute(THROWN)
         write_owner(database, run)
     return database
 
@@ -99,6 +104,7 @@ def _drop_waiting(database: sqlite3.Connection, reason: str, step: int) -> None:
     The outcomes are deleted, too: the numbers of the problems may now mean others.
     """
     database.execute("INSERT INTO dropped SELECT place, tries, ?, ? FROM groups", (reason, step))
+    database.execute(THROW.format("true"), (step, "dropped"))
     for table in (*ANSWERS, "groups"):
         database.execute(f"DELETE FROM {table}")
     database.execute("DELETE FROM outcomes")

@@ -18,6 +18,7 @@ from cairn.orchestrator.ledger import pieces
 from cairn.orchestrator.ledger.pieces import ANSWER, Key, SampledSize, ints
 from cairn.orchestrator.ledger.schema import batch_of, check_format
 from cairn.orchestrator.prompt_order import Order, Portion
+from cairn.run.directory import RunDirectory
 from cairn.run.messages import ShippedBatch
 
 Row = dict[str, Any]
@@ -43,6 +44,9 @@ PORTIONS = "SELECT label, problems, weight, samples_per_prompt FROM environments
 WAITING = "SELECT place FROM groups WHERE batch IS NULL ORDER BY place"
 WHOLE_ANSWERS = """
 SELECT count(*) FROM samples JOIN groups USING (place) WHERE batch IS NULL AND finish_reason IS NOT NULL
+"""
+TOKENS_AFTER = """
+SELECT sum(length(token_ids) / 4) FROM pieces JOIN groups USING (place) WHERE batch IS NULL OR batch > ?
 """
 
 SAMPLED = """
@@ -105,6 +109,34 @@ def read_summary(path: Path, *, immutable: bool = False) -> LedgerSummary:
         failed = [dict(row) for row in database.execute("SELECT * FROM failed ORDER BY step, place")]
     by_step = {batch.step: batch for batch in batches}
     return LedgerSummary(Order(seed, portions), by_step, waiting, answers, dropped, failed)
+
+
+@dataclass(frozen=True)
+class LedgerTokens:
+    """Tokens that no row of metrics.jsonl tells of yet.
+
+    waiting: of answers that are in no batch, or in one that is not trained on yet. thrown: of those that
+    went while a later batch was made up, by fate.
+    """
+
+    waiting: int
+    thrown: dict[str, int]
+
+
+def read_tokens(path: Path, step: int, *, immutable: bool = False) -> LedgerTokens:
+    """What was sampled beyond the rows up to `step`; see `open_ledger`."""
+    with open_ledger(path, immutable=immutable, check=False) as database:
+        (waiting,) = database.execute(TOKENS_AFTER, (step,)).fetchone()
+        has_thrown = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'thrown'").fetchone()
+        later = "SELECT fate, sum(tokens) FROM thrown WHERE step > ? GROUP BY fate"
+        thrown = database.execute(later, (step,)).fetchall() if has_thrown else []
+    return LedgerTokens(waiting or 0, {fate: tokens for fate, tokens in thrown})
+
+
+def is_quiet(run: RunDirectory) -> bool:
+    """Whether nobody writes to the run's ledger: then SQLite has to create no files beside it to read it."""
+    beside = any(Path(f"{run.ledger}{end}").exists() for end in ("-wal", "-journal"))
+    return not beside and not run.is_locked()
 
 
 @contextlib.contextmanager

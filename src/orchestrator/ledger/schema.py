@@ -105,6 +105,22 @@ CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place);
 """
     + pieces.SCHEMA
 )
+FATES = ("failed", "redrawn", "dropped")
+"""What becomes of tokens for prompts that no batch has."""
+THROWN = """
+CREATE TABLE IF NOT EXISTS thrown (     -- tokens of answers that went with their rows and taught nothing
+    step INTEGER NOT NULL,              -- the batch that was made up when they went
+    fate TEXT NOT NULL,                 -- one of FATES
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (step, fate)
+)
+"""
+"""A ledger of an earlier version, with the same format, gets this table when its run goes on."""
+THROW = """
+INSERT INTO thrown SELECT ?, ?, coalesce(sum(length(token_ids) / 4), 0) FROM pieces WHERE {}
+ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
+"""
+"""Counts the tokens of the answers that are about to be deleted."""
 ANSWERS = ("samples", "pieces", "turns", "calls", "snapshots")
 """The tables with rows about the answers to a prompt, which go when the prompt's row does."""
 

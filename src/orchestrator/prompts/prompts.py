@@ -177,7 +177,7 @@ class Prompts:
     def leave_out(self, place: int, reason: str, step: int) -> AnswerGroup:
         """Give up a group that is ready; no batch will have it. `step`: the next batch. Returns the group."""
         group = self.ready.pop(place)
-        self.ledger.fail(group, reason, step)
+        self.ledger.fail(group, reason, step, fate="redrawn")
         return group
 
     @property

@@ -27,8 +27,8 @@ from cairn.watch.goodput import (
     MEANING,
     sentence,
     time_account,
-    token_account,
     token_sentence,
+    tokens_of,
 )
 from cairn.watch.overview import resume_command
 from cairn.watch.page.rollout_index import RolloutIndex
@@ -160,9 +160,8 @@ def goodput(view: RunView, price: float | None) -> dict[str, Any]:
     Raises:
         DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
     """
-    costs = view.costs()
-    times = time_account(view.metrics(), view.history(), costs)
-    tokens = token_account(view.metrics(), costs, view.known_evals())
+    times = time_account(view.metrics(), view.history(), view.costs())
+    tokens = tokens_of(view)
     whole = None if price is None else times.cost(price)
     return {
         "time": {

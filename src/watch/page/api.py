@@ -18,7 +18,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import StepFolders
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tiers import Tier
-from cairn.orchestrator.ledger import read_summary
+from cairn.orchestrator.ledger import is_quiet, read_summary
 from cairn.orchestrator.rollout_log import SCHEMA, KeptRollouts, Row
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
@@ -388,9 +388,9 @@ class RunApi:
 
 def _summary(reader: RunReader) -> Any:
     run = reader.view.run
-    beside = any(Path(f"{run.ledger}{end}").exists() for end in ("-wal", "-journal"))
-    quiet = not beside and not run.is_locked()  # nobody writes to it, and opening it must not create files
-    return reader.kept("ledger", lambda: read_summary(run.ledger, immutable=quiet), seconds=LEDGER_SECONDS)
+    return reader.kept(
+        "ledger", lambda: read_summary(run.ledger, immutable=is_quiet(run)), seconds=LEDGER_SECONDS
+    )
 
 
 def _whole(kept: KeptRollouts, keys: Sequence[tuple[int, int, int]], columns: Sequence[str]) -> list[Row]:
