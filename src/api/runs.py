@@ -210,6 +210,36 @@ class Run:
         types = {"step": "Int64", "reward": "float64", "seconds": "float64"}
         return pd.DataFrame([*rows, *waiting], columns=columns).astype(types)
 
+    def tokens(self, step: int) -> "pd.DataFrame":
+        """Every sampled token of a step's rollouts, with what trainer and server say of it (RL only).
+
+        Both are kept for a while: rollouts as `orchestrator.keep_rollouts_gb` says, what the trainer computed
+        as `trainer.keep_tokens_gb` says.
+
+        Returns:
+            One token a row: `place`, `sample`, `problem` and `turn` of the rollout; `position` in the turn;
+            `token_id`; `policy_step`, of the policy that sampled it; `sampler_logprob`, the server's; and of
+            tokens that were learned from, `logprob`, the trainer's under the weights at the token's first
+            update in the step, `gap`, the latter minus the former, `ratio`, exp(gap), and `entropy` in nats
+            where the loss computes it; `learned`, whether it was.
+
+        Raises:
+            cairn.UsageError: no rollouts of the step are kept.
+            cairn.CairnError: a file is damaged.
+        """
+        self._only_here("rollouts", "they stay on the disk of the run")
+        import pandas as pd
+
+        from cairn.orchestrator.rollout_log import KeptRollouts
+        from cairn.run.trained_tokens import TrainedTokens
+        from cairn.watch.trained_tokens import token_columns
+
+        run = self._view.run
+        columns = token_columns(KeptRollouts(run.rollouts), TrainedTokens(run.tokens), step)
+        if not columns:
+            raise UsageError(f"{self.path}: no rollouts of step {step} are kept")
+        return pd.DataFrame(columns).astype({"policy_step": "Int64"})
+
     def _only_here(self, what: str, remedy: str) -> None:
         """Refuse what can be read of a run directory only."""
         if self._url is not None:

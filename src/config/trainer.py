@@ -354,6 +354,9 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """With network: the trainer's address for servers; for ranks on several machines, a server's address."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
+    keep_tokens_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Gigabytes to keep in tokens/ of what was computed of each learned token, for dash and cairn.Run; the
+    oldest steps go first. 0 keeps none."""
     cut_rollouts: bool = False
     """Let rollouts be longer than seq_len, and their ends not be learned; otherwise that is refused."""
     colocated: bool = False

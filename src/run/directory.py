@@ -86,6 +86,7 @@ class RunDirectory:
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
         self.rollouts = self.path / "rollouts"
+        self.tokens = self.path / "tokens"
         self.ledger = self.path / "ledger.sqlite"
         self.remade = self.path / "remade.json"
         """What batches were that are made again, written by the orchestrator while there are any."""
@@ -124,6 +125,7 @@ class RunDirectory:
             self.spans,
             self.batches,
             self.rollouts,
+            self.tokens,
             self.weights,
             self.rates.folder,
         ]

@@ -208,6 +208,7 @@ class Training:
             self._before_update,
             further_learners=task.learners,
             with_policy=task.trains_policy(step),
+            seen=task.seen,
             rewinder=self._rewinder,
         )
         self.state.position = batch.position

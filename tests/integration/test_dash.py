@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import PROGRAM, WHY_NOT, Browser, browser
 from recorded_runs import (
@@ -32,6 +33,7 @@ from served import served
 import cairn
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.directory import lock
+from cairn.run.trained_tokens import TrainedTokens, digest_of
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
 
@@ -258,7 +260,7 @@ def test_a_live_run_is_followed(page: Browser, folder: Path):
         assert page.run("document.querySelector('#view details').open")
         assert page.run("document.querySelector('[aria-label=before]').value") == "60"
         page.go("run=live&view=rollouts&step=1&place=0&sample=1")
-        page.run("document.querySelector('.turn.said h3 button').click()")
+        page.click(".turn.said h3 button")
         page.wait("document.querySelectorAll('.tokens span').length")
         run.metrics.append({"step": 7, **HEALTHY, "reward/mean": 0.5})
         page.sees("7 of 10", "#head")
@@ -407,6 +409,40 @@ def test_tokens_are_coloured_by_logprob_and_by_policy(page: Browser):
         "new Set([...document.querySelectorAll('.tokens span')].map(one => one.style.background)).size"
     )
     assert colours == 2
+
+
+def test_tokens_are_coloured_by_what_the_trainer_computed(page: Browser, folder: Path):
+    """The numbers are those of the Python API."""
+    run = cairn.Run(folder / "busy")
+    rows = KeptRollouts(folder / "busy" / "rollouts").read(41)
+    asked = [(row["place"], turn) for row in rows for turn in row["turns"][:1] if row["sample"] == 0]
+    place, said = asked[0]
+    ids, sampled = np.array(said["token_ids"], np.int32), np.array(said["logprobs"], np.float32)
+    trained = {
+        "lengths": np.array([len(ids) - 1], np.int32),  # its row was too short for the last one
+        "prompts": np.array([digest_of(np.array(said["prompt_ids"], np.int32))], np.uint64),
+        "token_ids": ids[:-1],
+        "sampler_logprobs": sampled[:-1],
+        "logprobs": sampled[:-1] + np.linspace(-0.5, 0.25, len(ids) - 1, dtype=np.float32),
+    }
+    TrainedTokens(folder / "busy" / "tokens").write(41, 0, 1, [trained], 1.0)
+    page.go(f"run=busy&view=rollouts&step=41&place={place}&sample=0")
+    page.click(".turn.said h3 button")
+    page.wait(f"document.querySelectorAll('.tokens span').length == {len(ids)}")
+    kinds = page.run(each("[data-kind]", "one.dataset.kind"))
+    assert kinds[:4] == ["gap", "ratio", "logprob", "mask"], "no entropies were computed"
+    titles = page.run(each(".tokens span", "one.title"))
+    frame = run.tokens(41)
+    own = frame[(frame["place"] == place) & (frame["sample"] == 0) & (frame["turn"] == 0)]
+    gaps = [float(found[1]) for title in titles if (found := re.search(r", gap (-?[\d.e-]+),", title))]
+    assert gaps == pytest.approx(own["gap"].dropna().tolist(), rel=1e-6)
+    assert [title.count("not learned") for title in titles] == [0] * (len(ids) - 1) + [1]
+    page.sees("the largest gap to the trainer, -0.5, is at token 0")
+    page.click("[data-kind=mask]")
+    page.sees("blue: learned from")
+    colours = page.run(each(".tokens span", "one.style.background"))
+    assert len(set(colours[:-1])) == 1
+    assert colours[-1] != colours[0]
 
 
 @pytest.mark.soak

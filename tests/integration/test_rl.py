@@ -30,6 +30,7 @@ from runs import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cairn
 from cairn.api.reading import load_checkpoint
 from cairn.inference.client import ServerStatus
 from cairn.policy.generation import SamplingParams
@@ -298,6 +299,7 @@ def stopped(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytes
     run = tmp_path_factory.mktemp("stopped") / "run"
     shared = ("--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20, "--seed", 1)
     rl = ("rl", *FILES, *shared, "--orchestrator.inference-url", server.url, "--ckpt.interval", 3)
+    rl += ("--trainer.keep-tokens-gb", 1)
     with shell.start(*rl) as command:
         command.wait_until(lambda: len(rows(run)) >= 4)
         os.kill(read(run / "roles.json")["roles"]["orchestrator"]["pid"], signal.SIGTERM)
@@ -329,6 +331,7 @@ def stopped(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytes
     )
     assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
     of_trainer = ("@", f"{CONFIGS}/train.toml", "--ckpt.interval", 3, "--ckpt.resume", "auto")
+    of_trainer += ("--keep-tokens-gb", 1)
     of_orchestrator = ("@", f"{CONFIGS}/orch.toml", "--inference-url", server.url)
     with (
         shell.start("trainer", *of_trainer, *shared) as trainer,
@@ -423,6 +426,17 @@ def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(stopped: Stop
     assert steps(stopped.run)[-1] == 20
 
 
+def test_what_was_computed_of_each_token_is_there_once(stopped: Stopped):
+    """Of every step, also of those that the kills undid; and the run is the same as without keeping it."""
+    run = cairn.Run(stopped.run)
+    for row in whole_rows(stopped.run, 20):
+        tokens = run.tokens(row["step"])
+        assert int(tokens["learned"].sum()) == row["learned_tokens"]
+        largest = tokens["gap"].abs().max()
+        assert largest == pytest.approx(row["mismatch/logprob_max"], rel=1e-6)
+        assert tokens["ratio"][tokens["learned"]].mean() == pytest.approx(row["ratio/mean"], abs=1e-5)
+
+
 def test_an_audit_finds_every_prompt_trained_once(shell: Shell, halves: Halves, stopped: Stopped):
     """Over whatever happened to these runs: 20 batches, none repeated, none missing, none waiting."""
     for run in (halves.run, stopped.run):
@@ -491,6 +505,7 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 5),
         *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
+        *("--trainer.keep-tokens-gb", 1),
         *("--ckpt.export.dtype", "bfloat16", "--ckpt.export.shard-size", "500K"),
         *("--trainer.loss.entropy-coef", 0.001, "--trainer.loss.importance", "sequence_mask"),
         *("--orchestrator.advantage.type", "reinforce_plus_plus_baseline"),
@@ -503,6 +518,9 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
         assert row["importance/mean"] == pytest.approx(1, abs=1e-3)
         assert 0 < row["entropy"] < 5
         assert row["advantage/std"] == pytest.approx(1, abs=1e-4)
+        tokens = cairn.Run(run).tokens(row["step"])
+        assert int(tokens["learned"].sum()) == row["learned_tokens"]
+        assert tokens["entropy"].mean() == pytest.approx(row["entropy"], rel=1e-4)
     assert {row["staleness/max"] for row in found} == {0}
     assert_proven(run, 5, found)
     assert set(read(run / "weights" / "v5" / "checksums.json")) == set(

@@ -68,12 +68,13 @@ class PolicyLearner(Learner):
 
     name = ""
 
-    def __init__(self, state: TrainerState, loss: Loss):
-        """Train `state`'s policy."""
+    def __init__(self, state: TrainerState, loss: Loss, seen: Callable[[LossInputs], None]):
+        """Train `state`'s policy; `seen` is shown what the loss is computed from, before it is."""
         self.model = state.policy
         self.loss_name = type(loss).__name__
         self._state = state
         self._loss = loss
+        self._seen = seen
 
     def normaliser(self, counts: BatchCounts) -> float:
         return self._loss.normaliser(counts)
@@ -84,7 +85,9 @@ class PolicyLearner(Learner):
             logprobs, entropies = self._state.scorer.scores(
                 micro, temperature, entropies=self._loss.needs_entropies
             )
-        return self._loss(LossInputs.of(logprobs, micro, entropies))
+        inputs = LossInputs.of(logprobs, micro, entropies)
+        self._seen(inputs)
+        return self._loss(inputs)
 
     def added_to(
         self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
@@ -95,7 +98,7 @@ class PolicyLearner(Learner):
 NO_REWINDS = Rewinder()
 
 
-def _nothing() -> None:
+def _nothing(_: object = None) -> None:
     pass
 
 
@@ -108,6 +111,7 @@ def train_step(
     *,
     further_learners: Sequence[Learner] = (),
     with_policy: bool = True,
+    seen: Callable[[LossInputs], None] = _nothing,
     rewinder: Rewinder = NO_REWINDS,
 ) -> dict[str, float]:
     """One step, in place: as many updates of the weights as the batch asks for; returns the step's metrics.
@@ -122,13 +126,16 @@ def train_step(
         loss: of the policy.
         further_learners: models that learn from the same batch, each with a loss of its own.
         with_policy: False leaves the policy as it is; there must be further learners.
+        seen: shown what the policy's loss of each micro-batch is computed from, before it is.
         rewinder: where updates that the guard refuses lead back to. Then the step's others are left out, too.
 
     Raises:
         TrainingDiverged: a gradient is not finite, or too many in a row spike.
     """
     config, counts = state.config, batch.counts
-    learners = [PolicyLearner(state, loss), *further_learners] if with_policy else list(further_learners)
+    learners = (
+        [PolicyLearner(state, loss, seen), *further_learners] if with_policy else list(further_learners)
+    )
     rows: list[StepMetrics] = []
     skipped, rewound_to = 0, None
     for number in range(batch.updates):

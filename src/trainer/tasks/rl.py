@@ -1,9 +1,13 @@
 """Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
+import torch
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
@@ -12,13 +16,14 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.messages import Attempt
+from cairn.run.trained_tokens import Array, TrainedTokens, digest_of
 from cairn.run.waiting import wait_for
 from cairn.trainer.frozen.model import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup
-from cairn.trainer.losses import OLD_LOGPROBS, make_loss
+from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import make_critic
-from cairn.trainer.packing import RankBatch
+from cairn.trainer.packing import MicroBatch, RankBatch
 from cairn.trainer.publishing.publisher import GpuTurns, VersionPublisher, make_probe, make_sharing
 from cairn.trainer.publishing.transports import TRANSPORTS, Served
 from cairn.trainer.scoring.tokens import add_logprobs
@@ -26,6 +31,8 @@ from cairn.trainer.state import Context
 from cairn.trainer.step.critic import NAME as CRITIC
 from cairn.trainer.step.critic import REWARDS, CriticLearner
 from cairn.trainer.tasks.task import Decision, Earlier, Task
+
+logger = logging.getLogger(__name__)
 
 
 class RL(Task):
@@ -48,6 +55,7 @@ class RL(Task):
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt)
         self._replay = Replay(run, attempt)
+        self._tokens = TokenRecorder(config, run, state.group, state.progress.step)
         make_transport = TRANSPORTS[config.weight_transport]
         dtype = DTYPES_IN_SETTINGS[config.published_as(gpu=state.group.device.type == "cuda")]
         policy = state.policy
@@ -90,6 +98,7 @@ class RL(Task):
     def prepare(self, batch: RankBatch) -> Mapping[str, float]:
         """Add the policy's own logprobs, if the loss asks for them and an update will change them, then what
         other models say of the tokens, and then advantages, if they come from a critic."""
+        self._tokens.begin(batch)
         if self.loss.needs_old and self.updates > 1:
             add_logprobs(batch, OLD_LOGPROBS, self._scorer, self._group.device)
         found = dict(self._teachers.score(batch))
@@ -101,6 +110,9 @@ class RL(Task):
                 "make advantages of them: give it one (--critic), or the orchestrator another advantage.type"
             )
         return found
+
+    def seen(self, inputs: LossInputs) -> None:
+        self._tokens.see(inputs)
 
     def trains_policy(self, step: int) -> bool:
         """After the critic's warm-up."""
@@ -115,6 +127,7 @@ class RL(Task):
 
     def after_step(self, step: int, decision: Decision) -> None:
         """Publish the policy of `step`; if the orchestrator knows it already, offer it again."""
+        self._tokens.write(step)
         if decision.again:
             self._publisher.publish_again(step)
         else:
@@ -127,6 +140,68 @@ class RL(Task):
 
     def close(self) -> None:
         self._publisher.close()
+
+
+class TokenRecorder:
+    """Keeps what this rank's loss was given of each learned token, under `trainer.keep_tokens_gb`."""
+
+    def __init__(self, config: TrainerConfig, run: RunDirectory, group: RankGroup, step: int):
+        """Nothing is kept of steps after `step`: they are taken again."""
+        self._kept = TrainedTokens(run.tokens)
+        self._gigabytes = config.keep_tokens_gb
+        self._group = group
+        self._micros: list[MicroBatch] = []
+        self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._warned = False
+        if group.rank == 0:
+            self._kept.forget_after(step)
+
+    def begin(self, batch: RankBatch) -> None:
+        """The next step trains on this batch."""
+        self._micros, self._found = batch.micros if self._gigabytes else [], []
+
+    def see(self, inputs: LossInputs) -> None:
+        """Note a micro-batch when it is trained on first: updates go through them all before any again."""
+        if len(self._found) < len(self._micros):
+            entropies = inputs.all_entropies
+            self._found.append((inputs.logprobs.detach(), None if entropies is None else entropies.detach()))
+
+    def write(self, step: int) -> None:
+        """Write what was noted of `step`; training goes on if the disk does not take it."""
+        found, self._found = self._found, []
+        if not found:
+            return
+        parts = [trained_tokens(micro, *values) for micro, values in zip(self._micros, found, strict=False)]
+        try:
+            self._kept.write(step, self._group.rank, self._group.world_size, parts, self._gigabytes)
+        except OSError as error:
+            if not self._warned:
+                logger.warning("what was computed of tokens is not kept in %s: %s", self._kept.folder, error)
+            self._warned = True
+
+
+def trained_tokens(
+    micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor | None
+) -> dict[str, Array]:
+    """What is kept of a micro-batch on the CPU, as a part of a file of `run/trained_tokens.py`.
+
+    Args:
+        logprobs: of its tokens 1 to T - 1, float32 [R, T - 1], on any device; `entropies` likewise.
+    """
+    learned, bounds = micro.learned.numpy(), micro.bounds.numpy()
+    ids, sampled = micro.input_ids.numpy().ravel(), micro.columns["logprobs"].numpy().ravel()
+    shifted = learned - learned // micro.input_ids.shape[1] - 1  # without the first token of each row
+    starts = bounds[np.searchsorted(bounds, learned, "right") - 1]
+    firsts = np.flatnonzero(np.diff(starts, prepend=-1))
+    prompts = [digest_of(ids[starts[first] : learned[first]]) for first in firsts]
+    values = {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
+    return {
+        "lengths": np.diff(firsts, append=len(learned)).astype(np.int32),
+        "prompts": np.array(prompts, np.uint64),
+        "token_ids": ids[learned].astype(np.int32),
+        "sampler_logprobs": sampled[learned],
+        **{name: one.float().cpu().numpy().ravel()[shifted] for name, one in values.items()},
+    }
 
 
 class Replay:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cairn.run.batches import Batch
 from cairn.trainer.group import RankGroup
-from cairn.trainer.losses import Loss
+from cairn.trainer.losses import Loss, LossInputs
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch
@@ -114,6 +114,9 @@ class Task(ABC):
             Further metrics of the step, the same on all ranks.
         """
         return {}
+
+    def seen(self, inputs: LossInputs) -> None:  # noqa: B027
+        """Of each micro-batch, what the policy's loss is about to be computed from; don't change it."""
 
     def trains_policy(self, step: int) -> bool:
         """Whether the policy is updated in this step; if not, `learners` are, and all else goes on."""

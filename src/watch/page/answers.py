@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cairn.config.orchestrator import AdvantageConfig
@@ -17,7 +18,8 @@ from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.errors import CairnError
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import as_object
-from cairn.run.messages import PolicyName
+from cairn.run.trained_tokens import Array
+from cairn.watch.trained_tokens import StepTokens, step_of
 
 LISTED = ("step", "place", "sample", "problem", "environment", "trained", "policy_step", "prompt", "text",
           "reward", "parts", "failed", "finish_reason", "tokens", "seconds")  # fmt: skip
@@ -210,34 +212,39 @@ def conversation(row: Row, *, whole: bool = False) -> list[dict[str, Any]]:
 
 
 def _span(span: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        step = PolicyName.parse(str(span["version"])).step
-    except ValueError:
-        step = None
-    return {**span, "step": step}
+    return {**span, "step": step_of(str(span["version"]))}
 
 
-def tokens_of(row: Row, turn: int, decoder: "Decoder | None") -> dict[str, Any]:
-    """The tokens that were sampled in a turn: texts, logprobs and the step of the policy behind each.
+def tokens_of(row: Row, turn: int, decoder: "Decoder | None", trained: StepTokens) -> dict[str, Any]:
+    """The tokens that were sampled in a turn: texts, the step of the policy behind each, the server's
+    logprobs, and, if that is kept of the step, what the trainer computed of them.
 
     Raises:
         IndexError: the rollout has no such turn.
     """
-    found = row["turns"][turn]
-    ids = [int(one) for one in (found["token_ids"] or [])[:MOST_TOKENS]]
-    steps: list[int | None] = [None] * len(ids)
-    for span in found["versions"] or []:
-        step = _span(span)["step"]
-        begin, end = max(span["start"], 0), min(span["end"], len(ids))
-        steps[begin:end] = [step] * max(end - begin, 0)
+    whole = row["turns"][turn]["token_ids"] or []
+    ids, found = [int(one) for one in whole[:MOST_TOKENS]], trained.of(row["turns"])[turn]
+    known = {
+        "trained": found.trained,
+        "gaps": found.gaps,
+        "ratios": found.ratios,
+        "entropies": found.entropies,
+    }
     return {
         "ids": ids,
         "texts": decoder.texts(ids) if decoder else None,
-        "logprobs": list((found["logprobs"] or [])[:MOST_TOKENS]),
-        "versions": steps,
+        "logprobs": found.sampled[:MOST_TOKENS].tolist(),
+        "versions": found.versions[:MOST_TOKENS],
         "learned": bool(row.get("trained")),
-        "count": len(found["token_ids"] or []),
+        "mask": found.learned[:MOST_TOKENS].tolist() if trained.known else None,
+        **{name: _shown(values) for name, values in known.items()},
+        "count": len(whole),
     }
+
+
+def _shown(values: Array) -> list[float] | None:
+    """The first values; None if nothing is known of any token."""
+    return values[:MOST_TOKENS].tolist() if np.isfinite(values).any() else None
 
 
 class Decoder:

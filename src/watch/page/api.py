@@ -23,12 +23,14 @@ from cairn.orchestrator.rollout_log import SCHEMA, KeptRollouts, Row
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import as_object
+from cairn.run.trained_tokens import TrainedTokens
 from cairn.run.view import RunView
 from cairn.watch import evaluations
 from cairn.watch.commands import find_runs
 from cairn.watch.overview import Overview, overview
 from cairn.watch.page import accounts, answers, curves, events
 from cairn.watch.page.rollout_index import FoundRollouts, RolloutIndex, RolloutQuery, whole_rows
+from cairn.watch.trained_tokens import StepTokens
 
 if TYPE_CHECKING:
     from cairn.watch.remote_runs import RemoteRun, RemoteRuns
@@ -77,6 +79,7 @@ class RunReader:
         self.lock = threading.Lock()
         self.view = remote.view() if remote else RunView(path)
         self.index = RolloutIndex(KeptRollouts(self.view.run.rollouts))
+        self._tokens = TrainedTokens(self.view.run.tokens)
         self._kept: dict[str, tuple[object, float, Any]] = {}
         self._glance: tuple[Overview, str, float] | None = None
         self._decoder: answers.Decoder | None = None
@@ -116,6 +119,13 @@ class RunReader:
         shown = overview(self.view, here=self.name)
         self._glance = shown, stamp, now
         return shown, stamp
+
+    def trained(self, step: int) -> StepTokens:
+        """What the trainer has learned from in a step; that of one step is kept."""
+        known = self._kept.get("tokens")
+        if known is not None and known[2][0] != step:
+            del self._kept["tokens"]
+        return self.kept("tokens", lambda: (step, StepTokens(self._tokens.read(step))))[1]
 
     def decoder(self) -> answers.Decoder | None:
         """What makes texts of the run's tokens, once it is found: the tokenizer stays the same."""
@@ -316,10 +326,10 @@ class RunApi:
         """The sampled tokens of a turn."""
         with self._run(run) as reader:
             rows = _whole(reader.index.kept, [(step, place, sample)], SCHEMA.names)
-            decoder = reader.decoder()
+            decoder, trained = reader.decoder(), reader.trained(step)
         if not rows or not 0 <= turn < len(rows[0]["turns"] or []):
             raise UsageError(f"there is no turn {turn} of rollout {step}/{place}/{sample}")
-        return answers.tokens_of(rows[0], turn, decoder)
+        return answers.tokens_of(rows[0], turn, decoder, trained)
 
     def discarded(self, run: str) -> dict[str, Any]:
         """Answers that nothing was learned from, by reason, with what they have cost."""
