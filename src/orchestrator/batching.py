@@ -14,7 +14,7 @@ from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.completion import Completer
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.environments.times import call_metrics
-from cairn.orchestrator.ledger import FATES, RESTS, to_ranges
+from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.policy_sync.gpu_turns import Sharing
 from cairn.orchestrator.policy_sync.resume import Remade
@@ -337,7 +337,12 @@ class BatchMaker:
             groups: of the batch of `step`.
         """
         thrown = self.state.ledger.thrown(step)
-        found = {"tokens/unlearned": 0, **{f"tokens/{fate}": thrown.get(fate, 0) for fate in FATES}}
+        found = {
+            "tokens/unlearned": 0,
+            "tokens/failed": thrown.get("failed", 0),
+            "tokens/redrawn": thrown.get("redrawn", 0),
+            "tokens/dropped": thrown.get("dropped", 0),
+        }
         for group in groups:
             masks, teaches = self.state.source(group).overlong.masks, self._teaches(group)
             for one in group.rollouts:

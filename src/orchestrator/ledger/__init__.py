@@ -21,10 +21,9 @@ from cairn.orchestrator.ledger.reading import (
     read_summary,
     read_tokens,
 )
-from cairn.orchestrator.ledger.schema import FATES, FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
+from cairn.orchestrator.ledger.schema import FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
 
 __all__ = [
-    "FATES",
     "FORMAT",
     "RESTS",
     "SCHEMA",

@@ -105,12 +105,10 @@ CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place);
 """
     + pieces.SCHEMA
 )
-FATES = ("failed", "redrawn", "dropped")
-"""What becomes of tokens for prompts that no batch has."""
 THROWN = """
 CREATE TABLE IF NOT EXISTS thrown (     -- tokens of answers that went with their rows and taught nothing
     step INTEGER NOT NULL,              -- the batch that was made up when they went
-    fate TEXT NOT NULL,                 -- one of FATES
+    fate TEXT NOT NULL,                 -- failed, redrawn, dropped
     tokens INTEGER NOT NULL,
     PRIMARY KEY (step, fate)
 )
