@@ -118,6 +118,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
+    keep_gathered: bool | None = None
+    """Gather each layer once for its forward and backward pass (default: where GPUs have room for all)."""
     state_on: Literal["device", "host"] = "device"
     """host: weights, gradients and optimiser state in host memory, stepped by `threads` CPU threads: slow."""
     freeze: Annotated[list[str], AfterValidator(separate)] = []

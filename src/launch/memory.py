@@ -4,6 +4,7 @@ What can be counted decides whether a run is refused; what is estimated makes a 
 imports torch.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +153,21 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
     )
     host = host_need(footprint, rank, config, ranks=ranks, gpu=gpu, beside=beside, frozen=frozen)
     return TrainingNeeds(rank, host)
+
+
+def with_layers_gathered(folder: str, config: TrainerBase, machine: Machine) -> TrainerBase:
+    """The configuration with `keep_gathered`, if that is open and GPUs have room for all layers by estimate.
+
+    Not beside other models, of which each would need as much, nor where a server takes what is left.
+    """
+    alone = not config.auxiliary_models and not frozen_folders(config, folder) and not config.shares_gpu
+    if config.keep_gathered is not None or not machine.has_gpus or config.state_on == "host" or not alone:
+        return config
+    kept = config.model_copy(update={"keep_gathered": True})
+    with contextlib.suppress(Uncountable):
+        if training_needs(folder, kept, machine).rank.total <= min(gpu.memory for gpu in machine.gpus):
+            return kept
+    return config
 
 
 def frozen_folders(config: TrainerBase, folder: str) -> list[str]:

@@ -144,14 +144,16 @@ def rank_need(
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         layer = max(footprint.layers)
+        gathered = sum(footprint.layers) if config.keep_gathered else layer
+        what = "all layers" if config.keep_gathered else "a layer"
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)
         parts += [
-            MemoryPart(f"weights gathered for a layer and the head, {config.precision.compute}",
-                 compute * (layer + staying), kept=True),
+            MemoryPart(f"weights gathered for {what} and the head, {config.precision.compute}",
+                 compute * (gathered + staying), kept=True),
             MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
-        ahead = 2 * compute * layer
+        ahead = 0 if config.keep_gathered else 2 * compute * layer
     kept = footprint.kept.bytes(rows, tokens)
     again = footprint.layer.bytes(rows, tokens)
     logits = min(rows * tokens * footprint.vocabulary, chunk_logits)

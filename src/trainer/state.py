@@ -21,7 +21,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.router_aux_loss import Balance, coefficient_of
 from cairn.trainer.scoring.self_check import check_scorer
-from cairn.trainer.scoring.tokens import Scorer
+from cairn.trainer.scoring.tokens import Scorer, reshard
 from cairn.trainer.spikes import SpikeGuard
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ class TrainerState:
         folder, group = step.path, self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():
+            reshard(model.module)  # what is gathered would hide the shards, and would be computed with again
             model.create_optimizer_state(step.tensors(model.optimizer_stem))
             tensors |= model.tensors()
             weights_folder = (folder / model.weights_stem).parent

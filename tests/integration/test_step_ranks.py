@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import free_port, join, start_ranks
+from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +25,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from cairn.checkpoint.saving.saver import Saver, SavingRank
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerConfig
@@ -39,6 +41,7 @@ from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import make_rank_batch
+from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 from cairn.trainer.tasks.dpo import Reward
@@ -106,6 +109,8 @@ def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
     ranks, replicas = WORLDS[world]
     group = join(rank, ranks, port, replicas=replicas)
     ranks_agree(group)
+    if ranks > 1:
+        gathered_layers_are_never_stale(group, folder / "untied", folder / f"gathered on {world}")
     for name in MODELS:
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
@@ -132,6 +137,36 @@ def ranks_agree(group: RankGroup) -> None:
         assert group.any_of(True) == [True], "beside what the thread does"
         for count, gathered in zip((1, 1000, 0), rounds, strict=True):
             assert gathered.result() == [bytes([one]) * one * count for one in range(group.world_size)]
+
+
+def gathered_layers_are_never_stale(group: RankGroup, model_folder: Path, folder: Path) -> None:
+    """Steps and passes without a gradient are those of layers that are gathered anew, bit by bit; so they are
+    after a pass that leaves layers gathered, and weights of an earlier step."""
+    anew, kept = (start(group, model_folder, keep_gathered=keep) for keep in (False, True))
+    rank, size = group.rank, group.world_size
+    micro = make_rank_batch(make_batch(), kept.config, rank=rank, world_size=size).micros[0]
+    rows, scores = [], []
+    for number in (1, 2):
+        rows.append(step_of(kept, number))
+        assert rows[-1] == step_of(anew, number)
+        for state in (kept, anew):
+            with scoring(state.scorer):
+                scores.append(state.scorer.logprobs(micro, 0.8))
+        assert torch.equal(scores[-1], scores[-2])
+        if number == 1:
+            saver = Saver(CheckpointStore(folder), SavingRank(rank, size, "run:1"))
+            saver.save(1, kept.tensors(), {}, {**ABOUT, "world_size": size})
+            saver.finish()
+            saver.close()
+    assert not torch.equal(scores[0], scores[-1])
+    with torch.no_grad():
+        kept.scorer.logprobs(micro, 0.8)
+    layer = kept.policy.module.model.layers[0]
+    assert not any(isinstance(parameter, DTensor) for parameter in layer.parameters())
+    kept.go_back(folder / "step_1")
+    with scoring(kept.scorer):
+        assert torch.equal(kept.scorer.logprobs(micro, 0.8), scores[0])
+    assert step_of(kept, 2) == rows[1]
 
 
 def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:

@@ -24,7 +24,7 @@ from transformers import (
 from cairn.checkpoint.saving.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
-from cairn.config.trainer import SFTConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch import commands, main, memory
 from cairn.launch.memory import (
     check_rank,
@@ -35,6 +35,7 @@ from cairn.launch.memory import (
     refuse_what_does_not_fit,
     suggestion_of_replicas,
     training_needs,
+    with_layers_gathered,
 )
 from cairn.launch.needs import (
     GIB,
@@ -245,6 +246,30 @@ def test_eight_billion_parameters_on_eight_gpus_and_not_on_one(tmp_path: Path):
 
 
 ROOMY = machine_of("2x80G,1T")
+
+
+def test_layers_stay_gathered_where_gpus_have_room_for_all(folder: Callable[..., Path]):
+    """By estimate; not where that is given, on CPUs, beside a server or other models, or in host memory."""
+    model = str(folder("qwen3"))
+    config = settled_for_gpus(workers=2)
+    kept = with_layers_gathered(model, config, ROOMY)
+    assert kept.keep_gathered
+    apart, together = (training_needs(model, one, ROOMY).rank for one in (config, kept))
+    layers = footprint_of(model, compute="bfloat16", activation_checkpointing=False).layers
+    more = part(together, "weights gathered") - part(apart, "weights gathered")
+    assert more == 2 * (sum(layers) - max(layers)) > 0
+    between = replace(ROOMY.gpus[0], memory=together.total - 1)
+    full = replace(ROOMY, gpus=(between, between))
+    for other, machine in [
+        (config, full),
+        (config, machine_of("1T")),
+        (settled_for_gpus(workers=2, state_on="host"), ROOMY),
+        (settled_for_gpus(workers=2, keep_gathered=False), ROOMY),
+    ]:
+        assert with_layers_gathered(model, other, machine) == other
+    compared = TrainerConfig(kl={"reference": "start", "coef": 0.1}).settled(gpu=True)
+    assert compared.teachers
+    assert with_layers_gathered(model, compared, ROOMY) == compared
 
 
 def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:

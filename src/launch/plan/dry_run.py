@@ -22,6 +22,7 @@ from cairn.launch.memory import (
     serving_needs,
     suggestion_of_replicas,
     training_needs,
+    with_layers_gathered,
 )
 from cairn.launch.needs import cache_left, gib, with_cache
 from cairn.launch.plan.colocation import share_memory
@@ -119,6 +120,7 @@ def _memory(draft: Draft, config: Any, serving: Machine) -> Iterator[str]:
 
 
 def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) -> Iterator[str]:
+    config = with_layers_gathered(folder, config, machine)
     needs = training_needs(folder, config, machine)
     if machine.has_gpus:
         yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))

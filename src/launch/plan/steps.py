@@ -15,7 +15,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
-from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit
+from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit, with_layers_gathered
 from cairn.launch.plan import dry_run, evaluation
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.division import has_several_gpus, with_gpus, with_servers_chosen
@@ -310,6 +310,10 @@ def _memory(draft: Draft) -> Draft:
             refuse_what_can_not_be_served(draft.model, config, machine, "--")
         return draft
     assert placing is not None
+    if draft.cluster is None and not placing.colocate:
+        trainer = with_layers_gathered(draft.model, draft.trainer, draft.ranks)
+        draft = draft.having(config=draft.kind.with_trainer(config, trainer))
+        config = draft.config
     if draft.cluster is None:
         refuse_what_does_not_fit(draft.model, draft.trainer, draft.ranks, draft.kind.flags("trainer"))
     if "inference" in draft.roles:

@@ -69,7 +69,8 @@ class Frozen:
         gpu = group.device.type == "cuda"
         config = config.model_copy(update=UNFIT)
         compute = DTYPES_IN_SETTINGS[config.precision.settled(gpu=gpu).compute]
-        module = build_model(folder, config, group.mesh, held_as=compute).requires_grad_(False).eval()
+        one_by_one = config.model_copy(update={"keep_gathered": False})  # it makes no backward pass
+        module = build_model(folder, one_by_one, group.mesh, held_as=compute).requires_grad_(False).eval()
         read_tensors(folder, weights_in(module, folder), "model", rank=group.rank)
         self._vocabulary = VocabularyRows(
             module.config, policy.model.config, group, about=f"{whose} = {folder}"

@@ -84,7 +84,7 @@ def build_model(
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if on_host else OffloadPolicy(),
         }
-        _shard(model, layers, how)
+        _shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
     _allocate(model, "cpu" if on_host else mesh.device_type)
     _DESCRIBED[model] = about_model(folder)
     return model
@@ -170,16 +170,20 @@ def _allocate(model: PreTrainedModel, device: str) -> None:
     model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
 
 
-def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[str, Any]) -> None:
+def _shard(
+    model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[str, Any], *, keep_gathered: bool
+) -> None:
     """Make units of what is gathered together: each layer, and the embeddings of input and output.
 
     Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
 
     Args:
         how: arguments of `fully_shard`.
+        keep_gathered: whether layers stay gathered from the forward to the backward pass; what they compute
+            is the same. A pass without a backward one leaves them so, hence `scoring.tokens.reshard`.
     """
     for layer in layers:
-        fully_shard(layer, **how)
+        fully_shard(layer, **how, reshard_after_forward=not keep_gathered)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not embeddings.weight:
         unit = fully_shard(embeddings, **how)
