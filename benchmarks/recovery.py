@@ -33,6 +33,7 @@ import common
 import gpu
 
 from cairn.run.directory import RunDirectory
+from cairn.run.machine import this_machine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
@@ -194,12 +195,16 @@ class Job:
 
     def ready(self) -> bool:
         """Whether the requested spares and standbys are ready."""
-        waiting = [name for name, role in self.roles().items() if role["state"] == "waiting"]
+        roles = self.roles()
+        waiting = [name for name, role in roles.items() if role["state"] == "waiting"]
         wanted = [role for role in ("trainer", "orchestrator") if "--standby" in self.arguments]
         wanted = [f"{role}_standby" for role in wanted if role == "trainer" or self.arguments[0] == "rl"]
+        spares = 0
         if "--spare-workers" in self.arguments or "--trainer.spare-workers" in self.arguments:
-            wanted.append("trainer_spare")
-        return all(any(name.startswith(want) for name in waiting) for want in wanted)
+            ranks = sum(name.startswith("trainer_rank") for name in roles)
+            spares = ranks if this_machine().has_gpus else 1  # on GPUs each rank has one
+        there = sum(name.startswith("trainer_spare") for name in waiting)
+        return there >= spares and all(any(name.startswith(want) for name in waiting) for want in wanted)
 
     def wait_until(self, condition: Callable[[], bool], what: str, poll: float = 0.005) -> None:
         """Wait for a condition while the command runs, polling every `poll` seconds."""
