@@ -172,7 +172,7 @@ def pack(path: Path, members: Mapping[str, Path]) -> None:
         member.uname = member.gname = ""
         return None if "__pycache__" in member.name else member
 
-    with tarfile.open(path, "w:xz", preset=6) as archive:
+    with tarfile.open(path, "w:xz", preset=2) as archive:
         for name, source in sorted(members.items()):
             archive.add(source, name, filter=plain)
 
