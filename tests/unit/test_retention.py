@@ -1,8 +1,8 @@
 """Which steps are kept, as a rule over what is on disk, and what happens when that rule is applied."""
 
+import itertools
 import json
 import logging
-import itertools
 import math
 import os
 import subprocess
