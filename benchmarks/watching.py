@@ -36,7 +36,6 @@ from pathlib import Path
 import common
 
 from cairn.run import spans
-from cairn.run.directory import RunDirectory
 from cairn.run.jsonlines import JsonLines
 from cairn.run.view import RunView
 
@@ -305,7 +304,7 @@ def wait_until(there: Callable[[], bool], what: str, seconds: float = 120.0) -> 
 def spans_of(run: Path, step_s: float) -> dict:
     """What the spans of a step cost the trainer: how many they are, and what noting and writing one takes."""
     rows = RunView(run).metrics()
-    found = [span for span in spans.read(RunDirectory(run).spans) if span.role == "trainer_rank0"]
+    found = [span for span in RunView(run).spans() if span.role == "trainer_rank0"]
     each = len(found) / len(rows)
     with tempfile.TemporaryDirectory() as folder:
         recorder, count = spans.Recorder(Path(folder) / "spans.jsonl"), 20_000
