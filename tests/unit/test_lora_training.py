@@ -125,7 +125,7 @@ def merge(adapter: Trained, whole: Trained, folder: Path) -> None:
 
 def gradients(state: TrainerState, work: RankBatch, loss: Loss, number: int) -> StepMetrics:
     update = Update(state, work.parts[number], work.temperature, 1, number)
-    return update.gradients([PolicyLearner(state, loss, lambda _: None)], lambda: None)
+    return update.gradients([PolicyLearner(state, loss, lambda _: None)])
 
 
 def check_chain_rule(adapter: Trained, whole: Trained) -> None:
