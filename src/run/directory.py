@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -367,16 +367,21 @@ class RunDirectory:
     def batch(self, attempt: Attempt, step: int) -> RLBatch | None:
         """The batch of optimiser step `step`, if it was shipped by this branch of this run.
 
-        Its samples are read from the file when they are asked for.
-
         Raises:
             BadBatch: it was, by a version of Cairn that wrote too little about it.
             DamagedFile: its file is damaged.
         """
+        return self._batch(attempt, step, read_batch)
+
+    def open_batch(self, attempt: Attempt, step: int) -> RLBatch | None:
+        """As `batch`, but samples are read, and compared with what was written, when they are asked for."""
+        return self._batch(attempt, step, open_batch)
+
+    def _batch(self, attempt: Attempt, step: int, read: Callable[[Path], RLBatch]) -> RLBatch | None:
         path = batch_path(self.batches, step)
         try:
             belongs = read_origin(path) == (attempt.run_id, attempt.branch)
-            return open_batch(path) if belongs else None
+            return read(path) if belongs else None
         except FileNotFoundError:
             return None
 

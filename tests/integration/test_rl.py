@@ -427,7 +427,7 @@ def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(stopped: Stop
 
 
 def test_what_was_computed_of_each_token_is_there_once(stopped: Stopped):
-    """Of every step, also of those that the kills undid; and the run is the same as without keeping it."""
+    """Of every step, also of those that the kills undid, as the metrics of the step have it."""
     run = cairn.Run(stopped.run)
     for row in whole_rows(stopped.run, 20):
         tokens = run.tokens(row["step"])

@@ -251,7 +251,7 @@ class ShippedBatches:
         def look() -> Batch | Literal["stop"] | None:
             self.check()
             may_train = self.sharing.may_train(step)
-            batch = self.run.batch(self.attempt, step) if may_train else None
+            batch = self.run.open_batch(self.attempt, step) if may_train else None
             return "stop" if batch is None and self.run.stop_requested() else batch
 
         batch = wait_for(
