@@ -279,7 +279,7 @@ MUTANTS = (
     ),
     M(
         "loss mask left out of a digest",
-        "Batch.digest",
+        "digest_of",
         "(sample.token_ids, sample.loss_mask, *columns)",
         "(sample.token_ids, *columns)",
         "test_run test_pipeline test_losses",
@@ -294,15 +294,15 @@ MUTANTS = (
     M(
         "rows too full",
         "pack",
-        "if free >= lengths[i]",
-        "if free >= lengths[i] - 1",
+        "room[: len(tight) + 1] >= lengths[i]",
+        "room[: len(tight) + 1] >= lengths[i] - 1",
         "test_trainer test_losses test_layouts",
     ),
     M(
         "tokens to learn counted with the first",
         "make_rank_batch",
-        "sample.loss_mask[1:]",
-        "sample.loss_mask",
+        "masks[i][1 : config.seq_len]",
+        "masks[i][: config.seq_len]",
         "test_trainer test_losses",
     ),
     # Losses and advantages
@@ -418,10 +418,10 @@ MUTANTS = (
     M("waiting for a server is useful", "starting", "- generate -", "- 1e9 -", "test_watch"),
     M(
         "dropped tokens are forgotten",
-        "BatchMaker._next_batch",
-        'self._tokens["dropped"] += group.sampled',
+        "Ledger._throw",
+        'self._database.execute(THROW.format("place = ?"), (step, fate, place))',
         "pass",
-        "test_pipeline",
+        "test_pipeline test_ledger",
     ),
     M("flips the wrong way", "flips_of", "one.before < RIGHT <=", "one.after < RIGHT <=", "test_page"),
     M(
