@@ -143,7 +143,6 @@ def joined(config: Any) -> Any:
         deterministic=config.deterministic,
         float32_matmul=config.precision.float32_matmul,
         device=device_for("0" if gpu else None, 0, on_cpu=not gpu),
-        state_on=config.state_on,
     )
 
 

@@ -21,6 +21,7 @@ from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import RLBatch
 from cairn.run.messages import Attempt
+from cairn.run.view import RunView
 from cairn.tools.audit.ledger import check_learned, check_ledger
 from cairn.tools.audit.report import Report
 
@@ -202,7 +203,7 @@ def audit(stormy: Path, turns: int = TURNS) -> None:
     tokens = sum(len(sample.token_ids) for sample in batch.samples)
     row = {"step": 1, "total_samples": len(batch.samples), "total_tokens": tokens}
     check_ledger(ledger, [row | {"batch/digest": batch.digest()}], {}, ATTEMPT, report)
-    check_learned(directory, ATTEMPT, ledger, report)
+    check_learned(RunView(directory.path), ATTEMPT, ledger, report)
     assert [asdict(violation) for violation in report.violations] == []
     assert len(ledger.turns) == turns * SAMPLES
     assert batch.metrics["rollouts/diverged"] == batch.metrics["rollouts/failed"] == 0
