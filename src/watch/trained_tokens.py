@@ -60,10 +60,11 @@ class StepTokens:
 
     def of(self, turns: Sequence[Mapping[str, Any]]) -> list[TurnTokens]:
         """The tokens of each turn of a rollout, as its row has the turns."""
+        sampled = [_sampled(turn) for turn in turns]
         found: dict[int, tuple[Array, Array]] = {}
         for branch in dict.fromkeys(turn["branch"] for turn in turns):
             own = [number for number, turn in enumerate(turns) if turn["branch"] == branch]
-            parts = [_sampled(turns[number]) for number in own]
+            parts = [sampled[number] for number in own]
             prompt = digest_of(np.asarray(turns[own[0]]["prompt_ids"] or [], np.int32))
             ids, logprobs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
             sample = self._find(prompt, ids, logprobs)
@@ -72,7 +73,7 @@ class StepTokens:
             trained, entropies = (np.split(_padded(values, len(ids)), ends) for values in known)
             found |= dict(zip(own, zip(trained, entropies, strict=True), strict=True))
         return [
-            TurnTokens(_sampled(turn)[1], *found[number], _versions(turn))
+            TurnTokens(sampled[number][1], *found[number], _versions(turn))
             for number, turn in enumerate(turns)
         ]
 
