@@ -4,7 +4,6 @@ What can be counted decides whether a run is refused; what is estimated makes a 
 imports torch.
 """
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,57 +116,99 @@ class TrainingNeeds:
     host: Need
 
 
-def training_needs(folder: str, config: TrainerBase, machine: Machine) -> TrainingNeeds:
-    """What training the model in `folder` needs.
+@dataclass(frozen=True)
+class CountedModels:
+    """The models that ranks hold, counted, from which follows what they need under several settings.
+
+    policy: the model that is trained. beside: those trained with it. frozen: those that score batches.
+    """
+
+    policy: "Footprint"
+    beside: tuple[TrainedModel, ...] = ()
+    frozen: tuple["Footprint", ...] = ()
+
+    def needs(self, config: TrainerBase, machine: Machine) -> TrainingNeeds:
+        """What training them needs.
+
+        Args:
+            config: settled, with the number of workers; equal to the settings they were counted with in what
+                `count_models` reads.
+            machine: with the GPUs that train.
+        """
+        from cairn.trainer.scoring.head import CHUNK_LOGITS
+
+        gpu, ranks = machine.has_gpus, config.ranks
+        chunk = CHUNK_LOGITS["cuda" if gpu else "cpu"]
+        others: dict[str, Any] = {"ranks": ranks, "gpu": gpu, "beside": self.beside, "frozen": self.frozen}
+        rank = rank_need(self.policy, config, chunk_logits=chunk, **others)
+        return TrainingNeeds(rank, host_need(self.policy, rank, config, **others))
+
+    def with_layers_gathered(self, config: TrainerBase, machine: Machine) -> TrainerBase:
+        """The configuration with `keep_gathered`, if that is open and GPUs have room for all layers by
+        estimate.
+
+        Not beside other models, of which each would need as much, nor where a server takes what is left.
+        """
+        alone = not self.beside and not self.frozen and not config.shares_gpu
+        if config.keep_gathered is not None or not machine.has_gpus or config.state_on == "host" or not alone:
+            return config
+        kept = config.model_copy(update={"keep_gathered": True})
+        has = min(gpu.memory for gpu in machine.gpus)
+        return kept if self.needs(kept, machine).rank.total <= has else config
+
+
+def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedModels:
+    """Count the models that a trainer of the one in `folder` holds; each takes a second or two.
 
     Args:
         folder: Hugging Face directory; its weights are not read.
-        config: settled, with the number of workers.
+        config: settled. Read are the models, the adapter, the type that is computed in, attention and
+            whether activations are recomputed.
         machine: with the GPUs that train.
+
+    Raises:
+        Uncountable: a model can't be counted.
+        UsageError: it can't have the attention that is asked for.
+    """
+    compute = config.precision.compute
+    how: dict[str, Any] = {
+        "compute": compute,
+        "activation_checkpointing": config.activation_checkpointing,
+        "capability": min((gpu.capability for gpu in machine.gpus), default=None),
+        "attention": config.attention,
+    }
+    policy = count(folder, lora=config.lora, **how)
+    beside = (
+        TrainedModel(name, count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
+        for name, one in config.auxiliary_models.items()
+    )
+    frozen = (
+        count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
+    )
+    return CountedModels(policy, tuple(beside), tuple(frozen))
+
+
+def counted_if_possible(folder: str, config: TrainerBase, machine: Machine) -> CountedModels | None:
+    """The same for those who go on without an estimate; the reason is logged.
+
+    Raises:
+        UsageError: the model can't have the attention that is asked for.
+    """
+    try:
+        return count_models(folder, config, machine)
+    except Uncountable as error:
+        logger.warning("memory is not estimated: %s", error)
+        return None
+
+
+def training_needs(folder: str, config: TrainerBase, machine: Machine) -> TrainingNeeds:
+    """What training the model in `folder` needs: see `count_models` and `CountedModels.needs`.
 
     Raises:
         Uncountable: the model can't be counted.
         UsageError: it can't have the attention that is asked for.
     """
-    how: dict[str, Any] = {
-        "compute": config.precision.compute,
-        "activation_checkpointing": config.activation_checkpointing,
-        "capability": min((gpu.capability for gpu in machine.gpus), default=None),
-        "attention": config.attention,
-    }
-    footprint = count(folder, lora=config.lora, **how)
-    beside = [
-        TrainedModel(name, count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
-        for name, one in config.auxiliary_models.items()
-    ]
-    compute = config.precision.compute
-    frozen = [
-        count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
-    ]
-    from cairn.trainer.scoring.head import CHUNK_LOGITS
-
-    gpu, ranks = machine.has_gpus, config.ranks
-    chunk = CHUNK_LOGITS["cuda" if gpu else "cpu"]
-    rank = rank_need(
-        footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk, beside=beside, frozen=frozen
-    )
-    host = host_need(footprint, rank, config, ranks=ranks, gpu=gpu, beside=beside, frozen=frozen)
-    return TrainingNeeds(rank, host)
-
-
-def with_layers_gathered(folder: str, config: TrainerBase, machine: Machine) -> TrainerBase:
-    """The configuration with `keep_gathered`, if that is open and GPUs have room for all layers by estimate.
-
-    Not beside other models, of which each would need as much, nor where a server takes what is left.
-    """
-    alone = not config.auxiliary_models and not frozen_folders(config, folder) and not config.shares_gpu
-    if config.keep_gathered is not None or not machine.has_gpus or config.state_on == "host" or not alone:
-        return config
-    kept = config.model_copy(update={"keep_gathered": True})
-    with contextlib.suppress(Uncountable):
-        if training_needs(folder, kept, machine).rank.total <= min(gpu.memory for gpu in machine.gpus):
-            return kept
-    return config
+    return count_models(folder, config, machine).needs(config, machine)
 
 
 def frozen_folders(config: TrainerBase, folder: str) -> list[str]:
@@ -204,32 +245,38 @@ def needs_of_server(model: "Footprint", folder: str, config: InferenceConfig) ->
     )
 
 
-def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine, flags: str) -> None:
-    """Check before a run starts that its trainer fits; prints a warning where that is not certain.
+def might_not_fit(folder: str, config: TrainerBase, machine: Machine) -> bool:
+    """Whether models have to be counted to know that they fit.
 
-    On CPUs a model is counted only if it might not fit, since counting takes seconds.
-
-    Raises:
-        UsageError: it does not fit.
+    On CPUs mostly not, since counting takes seconds: going by their files' sizes, they fit in any case.
     """
-    ranks = config.ranks
     folders = [
         folder,
         *(folder if m.model == POLICY_AGAIN else m.model for m in config.auxiliary_models.values()),
         *frozen_folders(config, folder),
     ]
-    if not machine.has_gpus and sum(_at_most(one, ranks) for one in folders) < machine.memory:
+    return machine.has_gpus or sum(_at_most(one, config.ranks) for one in folders) >= machine.memory
+
+
+def refuse_what_does_not_fit(
+    counted: CountedModels | None, config: TrainerBase, machine: Machine, flags: str
+) -> None:
+    """Check before a run starts that its trainer fits; prints a warning where that is not certain.
+
+    Args:
+        counted: None if the models fit in any case, or could not be counted.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+    if counted is None:
         return
-    try:
-        needs = training_needs(folder, config, machine)
-    except Uncountable as error:
-        logger.warning("memory is not estimated: %s", error)
-        return
+    needs = counted.needs(config, machine)
     for warning in check_training(needs.rank, needs.host, config, machine, flags):
         print(f"warning: {warning}", flush=True)
 
 
-def refuse_rank_that_does_not_fit(folder: str, config: TrainerBase, machine: Machine) -> None:
+def refuse_rank_that_does_not_fit(counted: CountedModels, config: TrainerBase, machine: Machine) -> None:
     """Check in a rank on a GPU that it fits, where the launcher could not know what the GPU has.
 
     Args:
@@ -238,18 +285,13 @@ def refuse_rank_that_does_not_fit(folder: str, config: TrainerBase, machine: Mac
     Raises:
         UsageError: it does not fit.
     """
-    if not machine.has_gpus:
-        return
-    try:
-        rank = training_needs(folder, config, machine).rank
-    except Uncountable as error:
-        logger.warning("memory is not estimated: %s", error)
-        return
-    for warning in check_rank(rank, config, machine):
+    for warning in check_rank(counted.needs(config, machine).rank, config, machine):
         logger.warning(warning)
 
 
-def suggestion_of_replicas(folder: str, config: TrainerBase, machine: Machine, neighbours: int) -> str | None:
+def suggestion_of_replicas(
+    counted: CountedModels, config: TrainerBase, machine: Machine, neighbours: int
+) -> str | None:
     """What to tell somebody whose ranks gather each layer over the network between nodes, though those of
     each node could hold the whole model; None if there is one node, or they could not.
 
@@ -261,10 +303,7 @@ def suggestion_of_replicas(folder: str, config: TrainerBase, machine: Machine, n
     nodes, rest = divmod(config.ranks, neighbours)
     if config.replicas > 1 or rest or nodes < 2 or not machine.has_gpus:
         return None
-    try:
-        need = training_needs(folder, config.model_copy(update={"replicas": nodes}), machine).rank
-    except Uncountable:
-        return None  # which was said
+    need = counted.needs(config.model_copy(update={"replicas": nodes}), machine).rank
     if need.total > (has := min(gpu.memory for gpu in machine.gpus)):
         return None
     return (

@@ -30,12 +30,14 @@ from cairn.launch.memory import (
     check_rank,
     check_serving,
     check_training,
+    count_models,
+    counted_if_possible,
+    might_not_fit,
     refuse_rank_that_does_not_fit,
     refuse_what_can_not_be_served,
     refuse_what_does_not_fit,
     suggestion_of_replicas,
     training_needs,
-    with_layers_gathered,
 )
 from cairn.launch.needs import (
     GIB,
@@ -252,9 +254,10 @@ def test_layers_stay_gathered_where_gpus_have_room_for_all(folder: Callable[...,
     """By estimate; not where that is given, on CPUs, beside a server or other models, or in host memory."""
     model = str(folder("qwen3"))
     config = settled_for_gpus(workers=2)
-    kept = with_layers_gathered(model, config, ROOMY)
+    counted = count_models(model, config, ROOMY)
+    kept = counted.with_layers_gathered(config, ROOMY)
     assert kept.keep_gathered
-    apart, together = (training_needs(model, one, ROOMY).rank for one in (config, kept))
+    apart, together = (counted.needs(one, ROOMY).rank for one in (config, kept))
     layers = footprint_of(model, compute="bfloat16", activation_checkpointing=False).layers
     more = part(together, "weights gathered") - part(apart, "weights gathered")
     assert more == 2 * (sum(layers) - max(layers)) > 0
@@ -266,10 +269,10 @@ def test_layers_stay_gathered_where_gpus_have_room_for_all(folder: Callable[...,
         (settled_for_gpus(workers=2, state_on="host"), ROOMY),
         (settled_for_gpus(workers=2, keep_gathered=False), ROOMY),
     ]:
-        assert with_layers_gathered(model, other, machine) == other
+        assert counted.with_layers_gathered(other, machine) == other
     compared = TrainerConfig(kl={"reference": "start", "coef": 0.1}).settled(gpu=True)
     assert compared.teachers
-    assert with_layers_gathered(model, compared, ROOMY) == compared
+    assert count_models(model, compared, ROOMY).with_layers_gathered(compared, ROOMY) == compared
 
 
 def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:
@@ -353,10 +356,23 @@ def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     needs = training_needs(path, config, machine_of("64G"))
     tight = type(ROOMY)((), needs.rank.counted * 2 - 1)
     with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
-        refuse_what_does_not_fit(path, config, tight, "--")
+        refuse_what_does_not_fit(count_models(path, config, tight), config, tight, "--")
+    assert might_not_fit(path, config, tight)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "count", lambda *_, **__: pytest.fail("counting imports torch"))
-        refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
+        assert not might_not_fit(path, config, machine_of("64G"))
+
+
+def noting_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that are counted from now on."""
+    counted: list[str] = []
+
+    def counting(of: str, **how: Any) -> Footprint:
+        counted.append(of)
+        return footprint_of(of, **how)
+
+    monkeypatch.setattr("cairn.trainer.models.footprint.footprint_of", counting)
+    return counted
 
 
 def test_a_run_that_does_not_fit_ends_before_it_begins(
@@ -371,8 +387,10 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(
     monkeypatch.setattr(steps, "this_machine", lambda: machine_of("2x0.001G,1T"))
     monkeypatch.setattr(steps, "torch_without_cuda", lambda: None)
     monkeypatch.setattr(commands, "begin", lambda *_, **__: pytest.fail("it began"))
+    counted = noting_counts(monkeypatch)
     with pytest.raises(UsageError, match=r"^training needs .* MiB a GPU, has 1.0 MiB: .* more --workers"):
         commands.start("sft", SFTConfig.model_validate(settings))
+    assert counted == [settings["model"]["name"]], "once for both steps that need it"
     assert not (tmp_path / "run" / "roles.json").exists()
 
 
@@ -380,13 +398,13 @@ def test_a_rank_in_a_given_cluster_checks_its_own_gpu(
     folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ):
     """And not the machine, whose other ranks are not known."""
-    path, config = str(folder("qwen3")), settled_for_gpus(workers=2)
+    config = settled_for_gpus(workers=2)
+    counted = count_models(str(folder("qwen3")), config, ROOMY)
     with pytest.raises(UsageError, match=r"^training needs .* a GPU, has 1.0 MiB"):
-        refuse_rank_that_does_not_fit(path, config, machine_of("1x0.001G,1T"))
-    refuse_rank_that_does_not_fit(path, config, type(ROOMY)(ROOMY.gpus, 1))
-    refuse_rank_that_does_not_fit(path, config, type(ROOMY)((), 1))
+        refuse_rank_that_does_not_fit(counted, config, machine_of("1x0.001G,1T"))
+    refuse_rank_that_does_not_fit(counted, config, type(ROOMY)(ROOMY.gpus, 1))
     assert caplog.text == ""
-    refuse_rank_that_does_not_fit(path, config, machine_of("1x1G,1T"))
+    refuse_rank_that_does_not_fit(counted, config, machine_of("1x1G,1T"))
     assert "What helps" in caplog.text
 
 
@@ -406,7 +424,8 @@ def test_replicas_are_suggested_where_each_node_can_hold_the_model(
     folder: Callable[..., Path], settings: dict[str, Any], machine: str, neighbours: int, replicas: int | None
 ):
     config = settled_for_gpus(**settings)
-    hint = suggestion_of_replicas(str(folder("qwen3")), config, machine_of(machine), neighbours)
+    has = machine_of(machine)
+    hint = suggestion_of_replicas(count_models(str(folder("qwen3")), config, has), config, has, neighbours)
     assert (hint is None) == (replicas is None)
     if hint:
         assert hint.startswith(f"--replicas {replicas} would have each of the 2 nodes gather layers")
@@ -418,9 +437,10 @@ def test_a_gpu_that_somebody_else_uses_is_named(
     """Before its ranks find it full."""
     path, config = str(folder("qwen3")), settled_for_gpus()
     one, two = machine_of("2x80G").gpus
-    refuse_what_does_not_fit(path, config, type(ROOMY)((one, two), 1 << 40), "--")
+    counted = count_models(path, config, ROOMY)
+    refuse_what_does_not_fit(counted, config, type(ROOMY)((one, two), 1 << 40), "--")
     assert capsys.readouterr().out == ""
-    refuse_what_does_not_fit(path, config, type(ROOMY)((one, replace(two, used=79 * GIB)), 1 << 40), "--")
+    refuse_what_does_not_fit(counted, config, type(ROOMY)((one, replace(two, used=79 * GIB)), 1 << 40), "--")
     told = capsys.readouterr().out
     assert told.startswith(
         "warning: of GPU 1 79.0 GiB are in use, which leaves 1.0 GiB for a rank that needs"
@@ -461,14 +481,19 @@ def test_a_model_whose_code_can_not_be_counted_starts_anyway(
         raise NotImplementedError("no values on the meta device")
 
     monkeypatch.setattr("cairn.trainer.models.footprint.footprint_of", fail)
-    refuse_what_does_not_fit(str(folder("qwen3")), settled_for_gpus(), ROOMY, "--")
+    counted = counted_if_possible(str(folder("qwen3")), settled_for_gpus(), ROOMY)
+    refuse_what_does_not_fit(counted, settled_for_gpus(), ROOMY, "--")
     assert "memory is not estimated" in caplog.text
 
 
 def test_a_dry_run_prints_the_estimate(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Of the machine that is asked about, with the words that the command would refuse it with."""
+    """Of the machine that is asked about, with the words that the command would refuse it with.
+
+    Each model is counted once, and the ranks of a given Ray cluster gather layers one by one.
+    """
+    counted = noting_counts(monkeypatch)
 
     def printed(command: str, *argv: str, code: int = 0) -> str:
         arguments = [command, "--dry-run", "--model.name", str(folder("qwen3")), *argv]
@@ -486,8 +511,17 @@ def test_a_dry_run_prints_the_estimate(
     ):
         assert re.search(line, text), (line, text)
     assert "error" not in text
+    counted.clear()
     text = printed("sft", "--machine", "1x0.001G,1T", code=2)
     assert "error: training needs " in text
+    assert len(counted) == 1
+    assert "keep_gathered = True" not in text
+    text = printed("sft", "--machine", "2x80G,1T", "--workers", "2")
+    assert "weights gathered for all layers" in text
+    assert "  keep_gathered = True: by estimate, each GPU has room for all layers at once" in text
+    text = printed("sft", "--machine", "2x80G,1T", "--workers", "2", "--ray.address", "127.0.0.1:1")
+    assert "weights gathered for a layer and the head" in text
+    assert "keep_gathered = True" not in text
     text = printed("inference", "--machine", "1x0.0001G,1T", code=2)
     assert "error: the server needs " in text
     assert "the server" not in printed("sft", "--machine", "64G")

@@ -337,7 +337,9 @@ def test_the_same_recipe_goes_on_without_a_word(tmp_path: Path, capsys: pytest.C
     data = write_records(tmp_path / "a.jsonl", 50)
     recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH)
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
-    again = plan_recipe(SFT_RUN, sft(tmp_path, Path(copy), max_steps=200), start_at(tmp_path, recipe))
+    recipe["trainer"]["settings"]["keep_gathered"] = None  # as in steps of before it was free
+    other = sft(tmp_path, Path(copy), max_steps=200).model_copy(update={"keep_gathered": True})
+    again = plan_recipe(SFT_RUN, other, start_at(tmp_path, recipe))
     assert again["trainer"]["changes"] == []
     assert again["trainer"]["data"]["begins_at"] == 0
     assert capsys.readouterr().out == ""

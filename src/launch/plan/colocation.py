@@ -11,7 +11,7 @@ from typing import Self
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import Uncountable, serving_needs, training_needs
+from cairn.launch.memory import CountedModels, Uncountable, count_models, serving_needs
 from cairn.launch.needs import CONTEXT, GIB, Need, gib
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
@@ -99,19 +99,23 @@ class Shares:
         )
 
 
-def share_memory(config: RLConfig, folder: str, machine: Machine) -> tuple[RLConfig, Shares]:
+def share_memory(
+    config: RLConfig, folder: str, machine: Machine, counted: CountedModels | None = None
+) -> tuple[RLConfig, Shares]:
     """The settings with the server's share of the GPU, and the shares.
 
     Args:
         config: settled.
         folder: Hugging Face directory of the model.
         machine: with that GPU alone.
+        counted: the trainer's models, if they were counted.
 
     Raises:
         UsageError: trainer and server don't fit, even in turns.
     """
     try:
-        rank = training_needs(folder, config.trainer, machine).rank
+        trained = counted or count_models(folder, config.trainer, machine)
+        rank = trained.needs(config.trainer, machine).rank
         server = serving_needs(folder, config.inference)
     except Uncountable as error:
         raise UsageError(

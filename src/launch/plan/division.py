@@ -10,7 +10,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
-from cairn.launch.memory import SERVED, Uncountable, count, needs_of_server, serving_needs, training_needs
+from cairn.launch.memory import SERVED, Uncountable, count, count_models, needs_of_server, serving_needs
 from cairn.launch.needs import UTILIZATION, Need, cache_left, gib
 from cairn.launch.plan.gpu_assignment import placed, placed_server
 from cairn.launch.plan.model import described, model_to_serve
@@ -100,9 +100,12 @@ def fastest_division(
     if node > 1 and inference.servers is not None:  # so many of a node's
         splits = [replace(one, servers=(gpus - one.ranks) // node * inference.servers) for one in splits]
     splits = [one for one in splits if one.ranks % trainer.replicas == 0]
-    for number, best in enumerate(fastest(model, work, splits) if splits else ()):
+    if not splits:
+        return None
+    trained = count_models(folder, trainer.settled(gpu=True), machine)
+    for number, best in enumerate(fastest(model, work, splits)):
         settled = trainer.settled(gpu=True).model_copy(update={"workers": best.split.ranks})
-        if training_needs(folder, settled, machine).rank.total <= memory:
+        if trained.needs(settled, machine).rank.total <= memory:
             first = "the fastest" if not number else "the fastest of those at which the ranks fit"
             return best, (
                 f"{first} of {len(splits)} divisions in a simulation with answers of {work.mean} tokens "

@@ -1,33 +1,17 @@
 """What a dry run finds in place of steps that touch disk or network, and what it prints in the end."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.inference import InferenceConfig
-from cairn.config.kinds import KINDS, RunConfig
-from cairn.config.rl import RLConfig
+from cairn.config.kinds import RunConfig
 from cairn.config.teachers import START, WithTeachers, is_served
-from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.config.trainer import POLICY_AGAIN
 from cairn.launch.jobs.export import exports_in_words
-from cairn.launch.memory import (
-    Uncountable,
-    check_serving,
-    check_training,
-    serving_needs,
-    suggestion_of_replicas,
-    training_needs,
-    with_layers_gathered,
-)
-from cairn.launch.needs import cache_left, gib, with_cache
-from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.external_servers import facts_of_run
-from cairn.launch.plan.model import described, foreign_format, model_to_serve
+from cairn.launch.plan.model import described, model_to_serve
 from cairn.launch.plan.other_models import check_beside, check_source
 from cairn.launch.plan.preflight import preflight as looked_at
 from cairn.launch.plan.run_plan import Draft, RunPlan
@@ -78,77 +62,6 @@ def in_words(machine: Machine) -> str:
         f"{kinds.count(kind)} GPU{'s' * (kinds.count(kind) > 1)} with {kind}" for kind in dict.fromkeys(kinds)
     )
     return f"{gpus or 'no GPU'}, {machine.memory / 2**30:.0f} GiB of memory"
-
-
-def memory(draft: Draft) -> Draft:
-    """Lines about the memory that the command's roles need."""
-    serving = Machine()
-    if draft.gpu_servers:
-        serving = replace(draft.machine, gpus=draft.placing.server) if draft.placing else draft.machine
-    return draft.finding(*_memory(draft, draft.config, serving))
-
-
-def _memory(draft: Draft, config: Any, serving: Machine) -> Iterator[str]:
-    """`serving`: with the GPUs of a server that the command starts."""
-    name = config.model.name
-    if not name:
-        yield "no estimate of memory without --model.name"
-        return
-    folder = StepFolder(Path(name)).model
-    folder = str(folder) if folder.is_dir() else name
-    if (form := foreign_format(Path(name))) is not None:
-        yield f"{name} has the format {form}; its weights are converted once, before the start"
-        if not (Path(name) / "config.json").is_file():
-            folder = config.model.config or folder
-    kind = KINDS.get(draft.command)
-    try:
-        if kind and not draft.ranks.memory:
-            yield "no estimate for the Ray cluster's machines: --machine names one, such as 8x80G,1T"
-        elif kind:
-            yield from _training(folder, kind.trainer(config), draft.ranks, kind.flags("trainer"))
-        if serving.has_gpus and kind and kind.sections:
-            flags = kind.flags("inference")
-            yield from _serving(folder, config.inference, serving, flags, in_turns=config.colocate)
-            if config.colocate:
-                yield from _in_turns(folder, config, serving)
-        elif serving.has_gpus and draft.command == "inference":
-            yield from _serving(folder, config, serving, "--", in_turns=False)
-        elif serving.has_gpus and draft.command == "eval" and draft.own_server:
-            yield from _serving(folder, config.inference, serving, "--inference.", in_turns=False)
-    except Uncountable as error:
-        yield f"no estimate of memory: {error}"
-
-
-def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) -> Iterator[str]:
-    config = with_layers_gathered(folder, config, machine)
-    needs = training_needs(folder, config, machine)
-    if machine.has_gpus:
-        yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))
-    yield from _indented("training", needs.host.lines(machine.memory))
-    yield from _verdict(lambda: check_training(needs.rank, needs.host, config, machine, flags))
-    if hint := suggestion_of_replicas(folder, config, machine, len(machine.gpus) or config.ranks):
-        yield hint.replace("--replicas", f"{flags}replicas")
-
-
-def _serving(
-    folder: str, config: InferenceConfig, machine: Machine, flags: str, *, in_turns: bool
-) -> Iterator[str]:
-    need = with_cache(serving_needs(folder, config), config.kv_cache_memory)
-    has = min(gpu.memory for gpu in machine.gpus)
-    yield from _indented("the server", need.lines(has))
-    if config.kv_cache_memory is None and not in_turns:
-        yield f"  leaves about {gib(cache_left(need, has))} for keys and values, unless --vllm-args change it"
-    yield from _verdict(lambda: check_serving(need, machine, flags))
-
-
-def _in_turns(folder: str, config: RLConfig, machine: Machine) -> Iterator[str]:
-    try:
-        _, shares = share_memory(config, folder, machine)
-    except UsageError as error:
-        yield f"error: {error}"
-        return
-    yield f"in turns on one GPU: {gib(shares.cache)} are left for keys and values"
-    yield from [f"warning: {shares.warning}"] if shares.warning else []
 
 
 def model(draft: Draft) -> Draft:
@@ -222,19 +135,6 @@ def _goes_on(config: RunConfig) -> bool:
         return False
     steps = CheckpointStore(RunDirectory(config.output_dir, ckpt.dir).checkpoints).steps()
     return ckpt.resume != "auto" or bool(steps)
-
-
-def _indented(who: str, lines: list[str]) -> Iterator[str]:
-    yield f"{who} {lines[0]}"
-    yield from (f"  {line.strip()}" for line in lines[1:])
-
-
-def _verdict(check: Callable[[], list[str]]) -> Iterator[str]:
-    """What the command would say of it at its start."""
-    try:
-        yield from (f"warning: {warning}" for warning in check())
-    except UsageError as error:
-        yield f"error: {error}"
 
 
 def refused(check: Callable[[], object]) -> list[str]:

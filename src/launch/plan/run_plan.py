@@ -17,6 +17,7 @@ from typing import Any
 from cairn.config.kinds import KINDS, RunKind
 from cairn.evaluate.policies import Policy
 from cairn.inference.vllm_command import Build
+from cairn.launch.memory import CountedModels
 from cairn.launch.plan.environments import Checked
 from cairn.launch.plan.gpu_assignment import Placing
 from cairn.launch.plan.settings import Choice
@@ -80,6 +81,8 @@ class Draft:
     """The content of recipe.json."""
     model: str = ""
     """The policy's Hugging Face directory; in a dry run perhaps without weights."""
+    counted: CountedModels | None = None
+    """The trainer's models, where GPUs of this machine train them."""
     attempt: Attempt | None = None
     """The trainer's, which a separate orchestrator joins."""
     policies: tuple[Policy, ...] = ()

@@ -5,7 +5,6 @@ it reads. A new launch-time feature is one file with its functions and one row h
 """
 
 import copy
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
-from cairn.launch.memory import refuse_what_can_not_be_served, refuse_what_does_not_fit, with_layers_gathered
-from cairn.launch.plan import dry_run, evaluation
-from cairn.launch.plan.colocation import share_memory
+from cairn.launch.plan import dry_run, evaluation, memory_check
 from cairn.launch.plan.division import has_several_gpus, with_gpus, with_servers_chosen
 from cairn.launch.plan.environments import check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import (
-    check_bases,
     context_of,
     facts_of_run,
     gpus_of_servers,
@@ -302,33 +298,6 @@ def _teachers(draft: Draft) -> Draft:
     return draft.having(config=draft.kind.with_sources(draft.config, sources), recipe=recipe)
 
 
-def _memory(draft: Draft) -> Draft:
-    """Refuse what does not fit; trainer and server that take turns on one GPU get their shares of it."""
-    config, placing, machine = draft.config, draft.placing, draft.machine
-    if draft.command == "inference":
-        if draft.vllm == "gpu":
-            refuse_what_can_not_be_served(draft.model, config, machine, "--")
-        return draft
-    assert placing is not None
-    if draft.cluster is None and not placing.colocate:
-        trainer = with_layers_gathered(draft.model, draft.trainer, draft.ranks)
-        draft = draft.having(config=draft.kind.with_trainer(config, trainer))
-        config = draft.config
-    if draft.cluster is None:
-        refuse_what_does_not_fit(draft.model, draft.trainer, draft.ranks, draft.kind.flags("trainer"))
-    if "inference" in draft.roles:
-        serving = dataclasses.replace(machine, gpus=placing.server)
-        server = draft.kind.of("inference", config)
-        refuse_what_can_not_be_served(draft.model, server, serving, draft.kind.flags("inference"))
-    elif "inference" in draft.kind.roles:
-        check_bases(config, draft.model)
-    if placing.colocate and placing.trainer:
-        config, shares = share_memory(config, draft.model, draft.ranks)
-        if shares.warning:
-            print(f"warning: {shares.warning}", flush=True)
-    return draft.having(config=config)
-
-
 def _preflight(draft: Draft) -> Draft:
     facts = facts_of_run(draft, records_are_checked=True)
     found = preflight(draft.kind, draft.config, Path(draft.model), facts)
@@ -474,10 +443,15 @@ STEPS = (
         gives=("config", "recipe"), touches=("disk", "network"), dry=dry_run.teachers,
     ),
     PlanStep(
-        "memory", _memory, RUNS | INFERENCE, needs=("model",), gives=("config",), touches=("network",),
-        dry=dry_run.memory, prints="warnings where it may not be enough",
+        "whether layers stay gathered", memory_check.layers_gathered, RUNS, needs=("placing", "model"),
+        gives=("config", "counted"), when=memory_check.trains_on_own_gpus,
+        dry=memory_check.layers_gathered_in_words,
     ),
-    PlanStep("memory of a server", untouched, ORCHESTRATOR | EVAL, dry=dry_run.memory),
+    PlanStep(
+        "memory", memory_check.refuse, RUNS | INFERENCE, needs=("model",), gives=("config",),
+        touches=("network",), dry=memory_check.estimate, prints="warnings where it may not be enough",
+    ),
+    PlanStep("memory of a server", untouched, ORCHESTRATOR | EVAL, dry=memory_check.estimate),
     PlanStep(
         "the trainer whose run it joins", wait_for_trainer, ORCHESTRATOR, gives=("attempt",),
         touches=("disk",), prints="that it waits",

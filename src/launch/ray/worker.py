@@ -128,13 +128,22 @@ class Worker:
                 if config.ray.address:
                     heartbeat.doing("comparing the model with the GPU's memory")
                     with importing():
-                        from cairn.launch.memory import refuse_rank_that_does_not_fit, suggestion_of_replicas
+                        from cairn.launch.memory import (
+                            counted_if_possible,
+                            refuse_rank_that_does_not_fit,
+                            suggestion_of_replicas,
+                        )
 
-                    refuse_rank_that_does_not_fit(config.model.name, config, machine)
+                    on_gpu = machine.has_gpus
+                    counted = counted_if_possible(config.model.name, config, machine) if on_gpu else None
+                    if counted is not None:
+                        refuse_rank_that_does_not_fit(counted, config, machine)
                     if lack := lack_of_cpus(machine, rank.neighbours):
                         logger.warning(lack)
-                    if rank.rank == 0 and (
-                        hint := suggestion_of_replicas(config.model.name, config, machine, rank.neighbours)
+                    if (
+                        counted is not None
+                        and rank.rank == 0
+                        and (hint := suggestion_of_replicas(counted, config, machine, rank.neighbours))
                     ):
                         logger.info(hint)
                 heartbeat.doing("meeting the other ranks")
