@@ -40,7 +40,7 @@ def next_step(
         optimizer: settings.
     """
     config = SFTConfig(seq_len=max(40, rows.shape[1]), optimizer=optimizer)
-    model = build_model(step / "model", config, group.mesh)
+    model = build_model(step / "model", config, group)
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
     state.load(step)

@@ -105,6 +105,42 @@ class ThreadExchange:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """One axis of a layout: where this rank stands on it, how many ranks it has, and their process group.
+
+    group: None if the axis has one rank, or if nothing is exchanged along it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where a rank stands among those that train together.
+
+    data: ranks that see different samples. Batches are divided along it, and nothing else divides them.
+    model: ranks that share each sample; all of them give the same losses, of whole samples.
+    context: the part of `model` along which the tokens of a sample are cut.
+    """
+
+    data: Axis
+    model: Axis
+    context: Axis
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, context: Axis) -> "RankLayout":
+        """Rank `rank` of `ranks`, of which each `context.size` neighbours share their samples."""
+        return cls(Axis(rank // context.size, ranks // context.size), context, context)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank, of those with the same samples, says what came out of them."""
+        return self.model.rank == 0
+
+
+@dataclass(frozen=True)
 class RankGroup:
     """The ranks that train together; `device` is this rank's."""
 
@@ -116,6 +152,13 @@ class RankGroup:
     """Through which the ranks have found each other."""
     patience: timedelta = timedelta(minutes=30)
     """For which a collective waits for other ranks."""
+    context: Axis = Axis()
+    """The ranks that share this one's samples, and have a part of the tokens of each."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """Where this rank stands."""
+        return RankLayout.of(self.rank, self.world_size, self.context)
 
     @classmethod
     def join(
@@ -204,6 +247,15 @@ class RankGroup:
         gathered = [torch.empty_like(rows) for _ in range(self.world_size)]
         dist.all_gather(gathered, rows)
         return torch.stack(gathered).cpu()
+
+    def gather_micros(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of all micro-batches of a step, in their order: float64 [micro-batches, k], on the CPU.
+
+        Args:
+            rows: float64 [n, k], of this rank's micro-batches; ranks that share samples have the same ones.
+        """
+        of_ranks = self.gather_rows(rows)[:: self.layout.model.size]
+        return of_ranks.transpose(0, 1).flatten(0, 1)
 
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank; the answer is the same on all ranks.

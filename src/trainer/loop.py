@@ -107,8 +107,8 @@ class Training:
         return make_rank_batch(
             batch,
             self.config,
-            rank=self.group.rank,
-            world_size=self.group.world_size,
+            rank=self.group.layout.data.rank,
+            world_size=self.group.layout.data.size,
             arrange=self.state.scorer.rows.arrange,
             mini_batches=self.task.mini_batches,
             updates=self.task.updates,

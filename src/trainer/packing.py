@@ -180,6 +180,7 @@ def make_rank_batch(
     """Cut what is too long, pack (or arrange in rows otherwise), and count.
 
     Args:
+        rank, world_size: on the layout's data axis; ranks that share samples get the same batch.
         spread: whether no rank is to be without work, where there are samples enough; how they are packed
             then depends on the number of ranks, and sums differ in their last bits.
         mini_batches: parts to divide the batch into. Each takes every so many-th unit of samples, so that the

@@ -66,7 +66,7 @@ class Balance:
     def added_to(
         self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
     ) -> torch.Tensor:
-        """The micro-batch's loss, scaled for FSDP2's mean over `ranks`, and the balance's share of it.
+        """The micro-batch's loss, scaled for the backend's mean over `ranks`, and the balance's share of it.
 
         The share also becomes one of the `sums`, whose means are over the learned tokens.
         """

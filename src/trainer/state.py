@@ -17,11 +17,12 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.directory import RunDirectory
 from cairn.run.history import Rewind
 from cairn.run.messages import Attempt
+from cairn.trainer.backends.backend import Backend, make_backend
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.router_aux_loss import Balance, coefficient_of
 from cairn.trainer.scoring.self_check import check_scorer
-from cairn.trainer.scoring.tokens import Scorer, reshard
+from cairn.trainer.scoring.tokens import Scorer
 from cairn.trainer.spikes import SpikeGuard
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,11 @@ class TrainerState:
     def policy(self) -> Trained:
         """The model that is served and published."""
         return self.models[POLICY]
+
+    @cached_property
+    def backend(self) -> Backend:
+        """What computes gradients and changes weights."""
+        return make_backend(self.group)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -147,7 +153,9 @@ class TrainerState:
         folder, group = step.path, self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():
-            reshard(model.module)  # what is gathered would hide the shards, and would be computed with again
+            self.backend.rest(
+                model.module
+            )  # what is gathered would hide the shards, and would be computed with again
             model.create_optimizer_state(step.tensors(model.optimizer_stem))
             tensors |= model.tensors()
             weights_folder = (folder / model.weights_stem).parent

@@ -138,7 +138,7 @@ def test_cairn_goes_on_with_megatrons_next_step(group: RankGroup, trained: Path,
     step = imported(trained, run)
     optimizer = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": CLIP}
     config = SFTConfig(seq_len=40, optimizer=optimizer)
-    model = build_model(step / "model", config, group.mesh)
+    model = build_model(step / "model", config, group)
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
     state.load(step)

@@ -48,7 +48,7 @@ def build_load_save(rank: int, port: int, folder: Path) -> None:
     """Notes by how much a rank grew at most, and what it must hold."""
     group = join(rank, 2, port)
     before, reserved_before = status("VmRSS"), status("VmSize")
-    model = build_model(folder / "wide", SFTConfig(), group.mesh)
+    model = build_model(folder / "wide", SFTConfig(), group)
     reserved = status("VmPeak") - reserved_before
     read_tensors(folder / "wide", weights_in(model, folder / "wide"), "model", rank=rank)
     loaded = status("VmHWM")

@@ -201,7 +201,7 @@ def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerSta
     """A trainer's state before its first step."""
     optimizer = {"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9}
     config = TrainerConfig(**{"optimizer": optimizer, "seq_len": 24, **changed})
-    model = build_model(model_folder, config, group.mesh)
+    model = build_model(model_folder, config, group)
     read_tensors(model_folder, weights(model), "model")
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())

@@ -339,7 +339,7 @@ def scorer(tmp_path: Path, group: RankGroup) -> Callable[..., Scorer]:
 
     def build(family: str, **config: object) -> Scorer:
         folder = make(family, tmp_path / family)
-        model = build_model(folder, SFTConfig(**config), group.mesh)
+        model = build_model(folder, SFTConfig(**config), group)
         read_tensors(folder, weights_in(model, folder), "model")
         return Scorer(model, group.device)
 
@@ -474,7 +474,7 @@ def test_a_model_that_asks_for_flash_attention_gets_attention_that_is_right(tmp_
     folder = make("qwen3", tmp_path / "model")
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "attn_implementation": "flash_attention_2"}))
-    assert build_model(folder, SFTConfig(), group.mesh).config._attn_implementation == "sdpa"
+    assert build_model(folder, SFTConfig(), group).config._attn_implementation == "sdpa"
 
 
 def test_saved_models_say_nothing_of_kernels(tmp_path: Path):

@@ -113,7 +113,7 @@ def test_what_is_counted_is_what_a_sharded_model_holds(kind: str, compute: str, 
     footprint = footprint_of(str(path), compute=compute, activation_checkpointing=False)
     need = rank_need(footprint, config, ranks=1, gpu=False, chunk_logits=1 << 26)
     with joined() as group:
-        model = build_model(path, config, group.mesh)
+        model = build_model(path, config, group)
         for parameter in model.parameters():
             torch.nn.init.normal_(local(parameter.detach()), std=0.02)
         trained = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))

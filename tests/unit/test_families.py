@@ -79,7 +79,7 @@ def make_batch(seed: int) -> Batch:
 def start(folder: Path, group: RankGroup) -> TrainerState:
     """A trainer's state before its first step, the weights still undefined."""
     config = SFTConfig(**CONFIG)
-    model = build_model(folder, config, group.mesh)
+    model = build_model(folder, config, group)
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 
@@ -165,7 +165,7 @@ def test_a_model_is_built_as_transformers_builds_it(
 ):
     """Buffers have their values, bit by bit; parameters are there, and tied where they are."""
     make_config(family).save_pretrained(tmp_path)
-    model = build_model(tmp_path, SFTConfig(**CONFIG, precision={"compute": compute}), group.mesh)
+    model = build_model(tmp_path, SFTConfig(**CONFIG, precision={"compute": compute}), group)
     whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
     found, expected = (dict(m.named_buffers(remove_duplicate=False)) for m in (model, whole))
     assert found.keys() == expected.keys()

@@ -83,7 +83,7 @@ def opened(folder: Path) -> PreTrainedModel:
 def begin(folder: Path, group: RankGroup, **settings: Any) -> TrainerState:
     """Cairn's state before its first step, the weights still undefined."""
     config = SFTConfig(seq_len=40, optimizer=OPTIMIZER_SETTINGS, **settings)
-    model = build_model(folder, config, group.mesh)
+    model = build_model(folder, config, group)
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 

@@ -75,7 +75,7 @@ def test_three_ways_to_the_same_logits(family: str, group: RankGroup, tmp_path: 
         opened = PeftModel.from_pretrained(plain, adapter).eval()
         torch.testing.assert_close(opened(TOKENS, use_cache=False).logits, logits, rtol=1e-5, atol=1e-5)
 
-        dense = build_model(base, SFTConfig(), group.mesh).eval()
+        dense = build_model(base, SFTConfig(), group).eval()
         assert weights(dense).keys() == policy.served().keys()
         read_tensors(whole, weights(dense), "model")
         merged = dense(TOKENS, use_cache=False).logits

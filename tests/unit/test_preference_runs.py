@@ -261,7 +261,7 @@ def test_the_point_does_not_depend_on_micro_batches_and_ranks(group: RankGroup, 
     def point_of(rank: int, ranks: int, gather: Any, **settings: Any) -> float:
         config = kto.model_copy(update=settings)
         work = make_rank_batch(batch, config, rank=rank, world_size=ranks)
-        add_reference_point(work, state.scorer, SimpleNamespace(device=group.device, gather_rows=gather))
+        add_reference_point(work, state.scorer, SimpleNamespace(device=group.device, gather_micros=gather))
         (point,) = {value for micro in work.micros for value in micro.columns[POINT].unique().tolist()}
         return point
 
@@ -271,12 +271,12 @@ def test_the_point_does_not_depend_on_micro_batches_and_ranks(group: RankGroup, 
             sample.columns[REFERENCE] += np.float32(0 if sign > 0 else 2 * abs(mean) + 1)
         expected = max(mean, 0.0) if sign > 0 else 0.0
         for tokens in (1, 8):
-            point = point_of(0, 1, group.gather_rows, micro_batch_size=tokens)
+            point = point_of(0, 1, group.gather_micros, micro_batch_size=tokens)
             assert point == pytest.approx(expected, rel=1e-4, abs=1e-6)
         sums.clear()
-        point_of(1, 2, lambda rows: sums.append(rows) or torch.stack([rows, rows]))
-        both = point_of(0, 2, lambda rows: torch.stack([rows, *sums]))
-        assert both == point_of(0, 1, group.gather_rows)
+        point_of(1, 2, lambda rows: sums.append(rows) or rows)
+        both = point_of(0, 2, lambda rows: torch.stack([rows, *sums], 1).flatten(0, 1))
+        assert both == point_of(0, 1, group.gather_micros)
     assert mean > 0, "otherwise nothing but the bound was tested"
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer_of(folder: Path, group: RankGroup, config: TrainerConfig) -> Scorer:
-    model = build_model(folder, config, group.mesh)
+    model = build_model(folder, config, group)
     read_tensors(folder, weights_in(model, folder), "model")
     return Scorer(model, group.device)
 

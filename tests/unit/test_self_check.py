@@ -30,7 +30,7 @@ def scorer(tmp_path: Path, group: RankGroup) -> Callable[..., Scorer]:
 
     def build(family: str, **config: object) -> Scorer:
         folder = make(family, tmp_path / family)
-        model = build_model(folder, SFTConfig(**config), group.mesh)
+        model = build_model(folder, SFTConfig(**config), group)
         read_tensors(folder, weights_in(model, folder), "model")
         return Scorer(model, group.device)
 

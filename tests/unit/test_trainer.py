@@ -375,7 +375,7 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         config = TrainerConfig(
             **{"optimizer": {"lr": 0.01, "max_grad_norm": 1e9, "eps": 1e-3}, "seq_len": 24, **changed}
         )
-        model = build_model(model_folder, config, group.mesh)
+        model = build_model(model_folder, config, group)
         read_tensors(model_folder, weights(model), "model")
         policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
         state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
@@ -402,7 +402,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_a_step_reads_its_metrics_and_the_norm_at_once(step: Step):
-    """After the last forward pass no value is read on its own, only the table that `gather_rows` returns."""
+    """After the last forward pass no value is read on its own, only the table of `gather_micros`."""
 
     class Counted(Likelihood):
         def __call__(self, inputs: LossInputs) -> LossSums:

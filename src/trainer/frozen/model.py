@@ -21,13 +21,14 @@ from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS
 from cairn.trainer.losses.loss import ESTIMATORS
 from cairn.trainer.models.model import build_model, weights_in
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows, group_rows, one_a_row
 from cairn.trainer.scoring.self_check import VocabularyRows, check_scorer
-from cairn.trainer.scoring.tokens import Scorer, add_logprobs, make_scorer, reshard
+from cairn.trainer.scoring.tokens import Scorer, add_logprobs, make_scorer
 from cairn.trainer.step.critic import TOKEN_REWARDS
 
 UNFIT = {"freeze": [], "activation_checkpointing": False, "lora": None}
@@ -70,7 +71,8 @@ class Frozen:
         config = config.model_copy(update=UNFIT)
         compute = DTYPES_IN_SETTINGS[config.precision.settled(gpu=gpu).compute]
         one_by_one = config.model_copy(update={"keep_gathered": False})  # it makes no backward pass
-        module = build_model(folder, one_by_one, group.mesh, held_as=compute).requires_grad_(False).eval()
+        module = build_model(folder, one_by_one, group, held_as=compute)
+        module.requires_grad_(False).eval()
         read_tensors(folder, weights_in(module, folder), "model", rank=group.rank)
         self._vocabulary = VocabularyRows(
             module.config, policy.model.config, group, about=f"{whose} = {folder}"
@@ -275,7 +277,7 @@ class TeacherModels:
     def _means(self, sums: list[dict[str, torch.Tensor]], tokens: int) -> dict[str, float]:
         """Over all learned tokens, summed in the order of micro-batches whatever rank they are on."""
         rows = torch.stack([torch.stack(list(row.values())) for row in sums])
-        table = self._group.gather_rows(rows).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
+        table = self._group.gather_micros(rows)  # [micro-batch, metric]
         totals = table.cumsum(0)[-1] / tokens
         return dict(zip(sums[0], totals.tolist(), strict=True))
 

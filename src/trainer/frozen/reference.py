@@ -29,12 +29,13 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import write_atomic
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.frozen.model import Frozen
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs
 from cairn.trainer.losses.preferences import POINT, Answers
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.scoring.tokens import Scorer, reshard, scoring
+from cairn.trainer.scoring.tokens import Scorer, scoring
 from cairn.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -190,8 +191,8 @@ def _score(
     batch = make_rank_batch(
         Batch(samples, sampling=FROM_TEXT),
         config,
-        rank=group.rank,
-        world_size=group.world_size,
+        rank=group.layout.data.rank,
+        world_size=group.layout.data.size,
         arrange=scorer.rows.arrange,
     )
     mine: list[tuple[list[int], list[float]]] = []
@@ -264,7 +265,7 @@ def add_reference_point(batch: RankBatch, scorer: Scorer, group: RankGroup) -> N
             counts = inputs.lengths > 0
             ratios = Answers.of(inputs, with_reference=True).ratio.double()
             found.append(torch.stack([torch.where(counts, ratios, 0.0).sum(), counts.sum().double()]))
-    table = group.gather_rows(torch.stack(found)).transpose(0, 1).flatten(0, 1)  # [micro-batch, 2]
+    table = group.gather_micros(torch.stack(found))  # [micro-batch, 2]
     total, count = table.cumsum(0)[-1].tolist()
     point = max(total / max(count, 1), 0.0)
     for micro in batch.micros:

@@ -239,7 +239,7 @@ def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter
     Raises:
         CheckpointError: the adapter's base is not there, or is another model.
     """
-    module = build_model(folder, config, group.mesh)
+    module = build_model(folder, config, group)
     kind = SentAdapter if config.sends_adapter else Adapter
     policy = kind(module, make_optimizer(module.named_parameters(), config.optimizer), config, group)
     if is_adapter(folder):
@@ -257,7 +257,7 @@ def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
     """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
     if config.lora:
         return make_adapter(folder, config, group)
-    module = build_model(folder, config, group.mesh)
+    module = build_model(folder, config, group)
     return Trained(module, make_optimizer(module.named_parameters(), config.optimizer))
 
 

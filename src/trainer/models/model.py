@@ -1,4 +1,4 @@
-"""The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
+"""The model: any Hugging Face causal language model, and the names that its weights have in files."""
 
 import fnmatch
 import logging
@@ -8,14 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -31,6 +23,8 @@ from cairn.model.hub_layout import layout_of, tensors_in_memory, tied_apart
 from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention
+from cairn.trainer.backends.backend import make_backend
+from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
 
 logger = logging.getLogger(__name__)
@@ -39,18 +33,16 @@ logger = logging.getLogger(__name__)
 def build_model(
     folder: Path,
     config: TrainerBase,
-    mesh: DeviceMesh,
+    group: RankGroup,
     remade: Callable[[PreTrainedModel], Any] = lambda model: model,
     *,
     held_as: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
+    """The model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
     Parameters are held in float32, as master weights must be, whatever the data type of the files; a model
     that is never trained may hold them as it computes, and the base of an adapter does. Weights get memory
-    once the model is sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU.
-    A single rank that computes in float32 where its weights are has nothing to shard or to convert: it gets
-    the plain model, which is faster and computes the same bits.
+    once the model is laid out, so that no rank ever holds all of it, neither on the host nor on its GPU.
 
     Args:
         remade: makes of the causal language model, on the meta device, what is trained.
@@ -61,8 +53,8 @@ def build_model(
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     freeze(model, config.freeze)
-    precision = config.precision.settled(gpu=mesh.device_type == "cuda")
-    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
+    precision = config.precision.settled(gpu=group.device.type == "cuda")
+    compute = DTYPES_IN_SETTINGS[precision.compute]
     if held_as != torch.float32:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(held_as)
@@ -77,15 +69,7 @@ def build_model(
     if config.compile:
         for layer in layers:
             layer.compile()
-    on_host = config.state_on == "host"
-    if mesh.size() > 1 or on_host or not compute == reduce == torch.float32:
-        how: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
-            "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if on_host else OffloadPolicy(),
-        }
-        _shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
-    _allocate(model, "cpu" if on_host else mesh.device_type)
+    make_backend(group).lay_out(model, layers, config)
     _DESCRIBED[model] = about_model(folder)
     return model
 
@@ -152,46 +136,6 @@ def _without_memory(
     if parameter is None or parameter.is_meta:
         return None
     return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-
-@torch.no_grad()
-def _allocate(model: PreTrainedModel, device: str) -> None:
-    """Give the weights, or this rank's shards of them, memory on `device`; their values are undefined."""
-
-    def allocated(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    if isinstance(model, FSDPModule):  # which has moved the buffers, and takes note of new shards here
-        model._apply(allocated)  # pyright: ignore[reportPrivateUsage] # `to_empty` would clear the buffers
-        return
-    for parameter in model.parameters():
-        blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
-    model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
-
-
-def _shard(
-    model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[str, Any], *, keep_gathered: bool
-) -> None:
-    """Make units of what is gathered together: each layer, and the embeddings of input and output.
-
-    Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
-
-    Args:
-        how: arguments of `fully_shard`.
-        keep_gathered: whether layers stay gathered from the forward to the backward pass; what they compute
-            is the same. A pass without a backward one leaves them so, hence `scoring.tokens.reshard`.
-    """
-    for layer in layers:
-        fully_shard(layer, **how, reshard_after_forward=not keep_gathered)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and head.weight is not embeddings.weight:
-        unit = fully_shard(embeddings, **how)
-        # The gradient of a look-up does not depend on the values.
-        unit.set_unshard_in_backward(not isinstance(embeddings, torch.nn.Embedding))
-        # The backward pass begins with the head, which therefore stays gathered.
-        fully_shard(head, **how, reshard_after_forward=False)
-    fully_shard(model, **how)
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:

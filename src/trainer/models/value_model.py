@@ -183,7 +183,7 @@ class Critic(ValuedModel):
         """
         assert config.critic is not None
         whole = config.model_copy(update={"freeze": [], "lora": None})
-        module = build_model(folder, whole, group.mesh, remade=partial(ValueModel, bias=bias))
+        module = build_model(folder, whole, group, partial(ValueModel, bias=bias))
         self.values = cast(ValueModel, module)
         optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
         super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)
@@ -302,7 +302,7 @@ class RewardModel(ValuedModel):
         Raises:
             UsageError: transformers has no model for sequence classification of its family.
         """
-        module = build_model(folder, config, group.mesh, remade=partial(ValueModel, bias=False))
+        module = build_model(folder, config, group, partial(ValueModel, bias=False))
         self.values = cast(ValueModel, module)
         kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(self.values.config), None)
         if kind is None:

@@ -18,11 +18,12 @@ from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import ROUNDING, Attempt, Probe, write_probe
 from cairn.run.seeds import derive
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.publishing.transports import Filling, Transport
 from cairn.trainer.scoring.self_check import ordinary_tokens, uncompiled
-from cairn.trainer.scoring.tokens import Scorer, reshard
+from cairn.trainer.scoring.tokens import Scorer
 
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for a thread that writes."""

@@ -33,9 +33,10 @@ from cairn.trainer.attention.choice import (
     kernel_problem,
 )
 from cairn.trainer.attention.kernels import KernelCall, noted
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
-from cairn.trainer.scoring.tokens import Scorer, reshard
+from cairn.trainer.scoring.tokens import Scorer
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Rows, dense
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.scoring import entropy
 from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, of_logits
@@ -172,16 +172,6 @@ def add_logprobs(batch: RankBatch, name: str, scorer: Scorer, device: torch.devi
     with scoring(scorer):
         for micro in batch.micros:
             micro.add_column(name, scorer.logprobs(micro.to(device), batch.temperature))
-
-
-def reshard(model: PreTrainedModel) -> None:
-    """Free what a forward pass without a backward pass has left gathered.
-
-    Otherwise the next forward pass would compute with it, also if the weights have changed since.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def make_scorer(module: PreTrainedModel, config: TrainerBase, device: torch.device) -> Scorer:

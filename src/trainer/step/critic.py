@@ -16,12 +16,12 @@ import torch
 from cairn.config.trainer import TrainerConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossSums
 from cairn.trainer.models.value_model import Critic, Valuer
 from cairn.trainer.packing import BatchCounts, MicroBatch, RankBatch
 from cairn.trainer.scoring.self_check import VocabularyRows
-from cairn.trainer.scoring.tokens import reshard
 from cairn.trainer.state import TrainerState
 from cairn.trainer.step.train_step import Learner
 
@@ -223,5 +223,5 @@ def moments(quantities: Mapping[str, Sequence[np.ndarray]], group: RankGroup) ->
 def _totals(sums: Sequence[Sequence[float]], group: RankGroup) -> list[float]:
     """Of each quantity, the sum over the micro-batches of all ranks, whose sums are given."""
     rows = torch.tensor(sums, dtype=torch.float64).T.contiguous()  # [micro-batch, quantity]
-    table = group.gather_rows(rows).transpose(0, 1).flatten(0, 1)
+    table = group.gather_micros(rows)
     return [math.fsum(column) for column in table.T.tolist()]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cairn.config.optimizer import BaseOptimizerConfig, SchedulerConfig
 from cairn.config.trainer import TrainerBase
@@ -58,7 +57,7 @@ class Learner(ABC):
         """The micro-batch's loss with what the model itself adds to it, such as balance between experts.
 
         Args:
-            loss: divided by the normaliser, and scaled for FSDP2's mean over `ranks`.
+            loss: divided by the normaliser, and scaled for the backend's mean over `ranks`.
         """
         return loss
 
@@ -117,8 +116,7 @@ def train_step(
     """One step, in place: as many updates of the weights as the batch asks for; returns the step's metrics.
 
     An update sums the loss over its part of the batch, on whichever ranks it is, and divides it by the loss's
-    normaliser. Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards,
-    never of the whole model.
+    normaliser.
     Weights and optimiser state change only after `before_update` has returned. Updates that the guard
     against spikes refuses change nothing.
 
@@ -146,7 +144,7 @@ def train_step(
             before_update()
         for learner in learners:
             if spike is None:
-                _apply(learner, _rate(learner, config, step))
+                state.backend.step(learner.model.optimizer, _rate(learner, config, step))
             learner.model.optimizer.zero_grad(set_to_none=True)
         if spike is not None:
             rewound_to = rewinder.rewind(step, number, spike)
@@ -219,21 +217,19 @@ class Update:
 
     def _gradient(self, learner: Learner) -> StepMetrics:
         config, group, counts = self.state.config, self.state.group, self.part.counts
-        normaliser = _normaliser(learner, counts)
-        all_sums: list[LossSums] = []
-        for micro in self.part.micros:
+        backend = self.state.backend
+        ranks, normaliser = backend.averaged_over, _normaliser(learner, counts)
+
+        def loss(micro: MicroBatch) -> tuple[torch.Tensor, LossSums]:
             heartbeat.doing(f"step {self.step}, micro-batch {micro.index}")
             group.seed(self._dropout_seed(micro.index))
-            micro = micro.to(group.device)
             sums = learner.sums(micro, self.temperature)
-            # FSDP2 averages gradients over ranks; the sum is wanted.
-            scaled = sums.loss * (group.world_size / normaliser)
-            learner.added_to(scaled, sums, micro, counts, group.world_size).backward()
-            all_sums.append(sums)
-        parameters = learner.model.trained().values()
+            scaled = sums.loss * (ranks / normaliser)
+            return learner.added_to(scaled, sums, micro, counts, ranks), sums
+
+        all_sums = backend.forward_backward(self.part.micros, loss)
         settings = learner.optimizer or config.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = backend.norm_and_clip(learner.model.trained(), settings.max_grad_norm)
         # Metrics are read here together with the norm, which must be known before the weights change.
         metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
         metrics.means["grad_norm"] = gradient_norm
@@ -253,14 +249,6 @@ def _rate(learner: Learner, config: TrainerBase, step: int) -> float:
     """Its learning rate in a step."""
     schedule, settings = learner.scheduler or config.scheduler, learner.optimizer or config.optimizer
     return schedule.rate(step, settings.lr, schedule.steps or config.max_steps)
-
-
-def _apply(learner: Learner, rate: float) -> None:
-    """Change the weights by the gradient, with a learning rate."""
-    optimizer = learner.model.optimizer
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = rate
-    optimizer.step()
 
 
 def _normaliser(learner: Learner, counts: BatchCounts) -> float:
@@ -291,7 +279,7 @@ def _combine(
         ).double()
         for s in all_sums
     ]
-    table = group.gather_rows(torch.stack(rows)).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
+    table = group.gather_micros(torch.stack(rows))  # [micro-batch, metric]
     table, norms = table[:, :-1], table[:, -1]
     of_means, of_averages = 1 + len(means), 1 + len(means) + 2 * len(averages)
     totals = table[:, :of_averages].cumsum(0)[-1]

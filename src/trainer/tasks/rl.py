@@ -158,7 +158,8 @@ class TokenRecorder:
 
     def begin(self, batch: RankBatch) -> None:
         """The next step trains on this batch."""
-        self._micros, self._found = batch.micros if self._gigabytes else [], []
+        keeps = self._gigabytes and self._group.layout.reports
+        self._micros, self._found = batch.micros if keeps else [], []
 
     def see(self, inputs: LossInputs) -> None:
         """Note a micro-batch when it is trained on first: updates go through them all before any again."""
@@ -173,7 +174,8 @@ class TokenRecorder:
             return
         parts = [trained_tokens(micro, *values) for micro, values in zip(self._micros, found, strict=False)]
         try:
-            self._kept.write(step, self._group.rank, self._group.world_size, parts, self._gigabytes)
+            data = self._group.layout.data
+            self._kept.write(step, data.rank, data.size, parts, self._gigabytes)
         except OSError as error:
             if not self._warned:
                 logger.warning("what was computed of tokens is not kept in %s: %s", self._kept.folder, error)

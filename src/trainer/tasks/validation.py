@@ -22,9 +22,9 @@ from cairn.run.data_sets import load_records
 from cairn.run.errors import UsageError
 from cairn.run.metrics import better, why_exhausted
 from cairn.run.recipe import template_arguments
+from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.scoring.tokens import reshard
 from cairn.trainer.state import Context
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class HeldOut:
         self._batch = make_rank_batch(
             Batch(samples, sampling=FROM_TEXT),
             config,
-            rank=state.group.rank,
-            world_size=state.group.world_size,
+            rank=state.group.layout.data.rank,
+            world_size=state.group.layout.data.size,
             arrange=state.scorer.rows.arrange,
         )
         if not self._batch.counts.learned:
@@ -122,7 +122,7 @@ class HeldOut:
         finally:
             model.train(was_training)
             reshard(model)
-        table = group.gather_rows(torch.stack(sums)[:, None]).transpose(0, 1).flatten()
+        table = group.gather_micros(torch.stack(sums)[:, None]).flatten()
         loss = float(table.cumsum(0)[-1]) / counts.learned
         return {
             "loss": loss,

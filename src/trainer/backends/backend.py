@@ -1,0 +1,83 @@
+"""The protocol of a training backend: the code that lays a model out over ranks, on one page.
+
+The training loop, the losses and the checkpoints know ranks only through what is written here and through the
+`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation.
+
+What a rank holds of a tensor is a `Share` (`checkpoint/tensors/placement.py`; `share_of` gives it): shape and
+data type of the whole in its hub layout, the ranges of it that are here, a view of their values in place, and
+which of the ranks with copies writes them. `Trained` says which tensors there are, by the hub's names:
+`saved` of weights, `tensors` of weights and moments, `served` of what is published. Checkpoints are made of
+such ranges, so their format does not change with the layout: a step that was saved under one layout is read
+under any other. `Scorer` is the forward pass: whole rows in, numbers of whole rows out, on every rank that
+shares them.
+
+What holds of every backend and layout, up to the rounding of sums in another order:
+
+- a step's loss, gradient norm and logprobs are those of one process that has the whole model;
+- samples that share a row are scored as if alone;
+- the shares of all ranks cover each tensor once, and a step saved under one layout resumes under another;
+- what is published is what a checkpoint of the step holds;
+- no random draw depends on a rank, and a rank that dies, on whatever axis, ends the attempt of all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.config.trainer import TrainerBase
+from cairn.trainer.backends.fsdp2 import FSDP2
+from cairn.trainer.group import RankGroup, RankLayout
+from cairn.trainer.packing import MicroBatch
+
+S = TypeVar("S")
+
+
+class Backend(Protocol):
+    """What a model is built by, and what changes its weights; all ranks call each method, in the same order.
+
+    layout: of this rank. averaged_over: a loss is multiplied by this number before its backward pass, since
+    gradients become means over so many ranks, where the sum over all samples is wanted.
+    """
+
+    layout: RankLayout
+    averaged_over: int
+
+    def lay_out(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase) -> None:
+        """Divide a model among the ranks, in place. What is on this one gets memory, and no values yet.
+
+        Args:
+            model: on the meta device, but for its buffers.
+            layers: its decoder layers.
+        """
+        ...
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], loss: Callable[[MicroBatch], tuple[torch.Tensor, S]]
+    ) -> list[S]:
+        """Add the gradient of each micro-batch to those that the parameters have.
+
+        Args:
+            micros: of this rank; every rank of `layout.data` has equally many.
+            loss: gives the scalar that is differentiated, and what the caller wants back. It sees logprobs of
+                whole samples, as on one rank, and gets each micro-batch on the model's device.
+        """
+        ...
+
+    def norm_and_clip(self, parameters: Mapping[str, torch.nn.Parameter], limit: float) -> torch.Tensor:
+        """The norm of the whole gradient before it is clipped to `limit`: a scalar, equal on all ranks."""
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """Change the weights by the gradient, with a learning rate."""
+        ...
+
+    def rest(self, model: PreTrainedModel) -> None:
+        """Give back what passes without a gradient have gathered. The next pass takes anew what it needs."""
+        ...
+
+
+def make_backend(group: RankGroup) -> Backend:
+    """The backend of a run's ranks."""
+    return FSDP2(group)

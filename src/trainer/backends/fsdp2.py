@@ -1,0 +1,133 @@
+"""FSDP2 as a training backend: weights sharded layer by layer over all ranks, whatever samples these see."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
+from cairn.config.trainer import TrainerBase
+from cairn.trainer.group import RankGroup
+from cairn.trainer.packing import MicroBatch
+
+S = TypeVar("S")
+
+
+class FSDP2:
+    """The ranks of a group, with every model sharded over all of them, or over those of each replica.
+
+    What a rank holds of a tensor is a piece of its first dimension, one range of the whole.
+    """
+
+    def __init__(self, group: RankGroup):
+        """Train on this group's ranks."""
+        self._group = group
+        self.layout = group.layout
+        self.averaged_over = group.world_size
+        """FSDP2 averages gradients over all ranks, also over those that share samples: each of these has the
+        gradient of its own tokens, and the sum is wanted."""
+
+    def lay_out(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase) -> None:
+        """Shard it, and give the shards memory: no rank ever holds the whole model.
+
+        A single rank that computes in float32 where its weights are has nothing to shard or to convert: it
+        keeps the plain model, which is faster and computes the same bits.
+        """
+        mesh = self._group.mesh
+        precision = config.precision.settled(gpu=mesh.device_type == "cuda")
+        compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
+        on_host = config.state_on == "host"
+        if mesh.size() > 1 or on_host or not compute == reduce == torch.float32:
+            pin = mesh.device_type == "cuda"
+            how: dict[str, Any] = {
+                "mesh": mesh,
+                "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+                "offload_policy": CPUOffloadPolicy(pin) if on_host else OffloadPolicy(),
+            }
+            _shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
+        _allocate(model, "cpu" if on_host else mesh.device_type)
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], loss: Callable[[MicroBatch], tuple[torch.Tensor, S]]
+    ) -> list[S]:
+        """Every micro-batch's gradient is reduced at once, so a rank holds that of its shards alone."""
+        found: list[S] = []
+        for micro in micros:
+            scaled, sums = loss(micro.to(self._group.device))
+            scaled.backward()
+            found.append(sums)
+        return found
+
+    def norm_and_clip(self, parameters: Mapping[str, torch.nn.Parameter], limit: float) -> torch.Tensor:
+        """All parameters are on one mesh, as torch's function wants it."""
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """The optimiser's own step changes a rank's shards."""
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = rate
+        optimizer.step()
+
+    def rest(self, model: PreTrainedModel) -> None:
+        """See `reshard`."""
+        reshard(model)
+
+
+@torch.no_grad()
+def _allocate(model: PreTrainedModel, device: str) -> None:
+    """Give the weights, or this rank's shards of them, memory on `device`; their values are undefined."""
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    if isinstance(model, FSDPModule):  # which has moved the buffers, and takes note of new shards here
+        model._apply(allocated)  # pyright: ignore[reportPrivateUsage] # `to_empty` would clear the buffers
+        return
+    for parameter in model.parameters():
+        blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
+    model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
+
+
+def _shard(
+    model: PreTrainedModel, layers: Sequence[torch.nn.Module], how: Mapping[str, Any], *, keep_gathered: bool
+) -> None:
+    """Make units of what is gathered together: each layer, and the embeddings of input and output.
+
+    Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
+
+    Args:
+        how: arguments of `fully_shard`.
+        keep_gathered: whether layers stay gathered from the forward to the backward pass; what they compute
+            is the same. A pass without a backward one leaves them so, hence `reshard`.
+    """
+    for layer in layers:
+        fully_shard(layer, **how, reshard_after_forward=not keep_gathered)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not embeddings.weight:
+        unit = fully_shard(embeddings, **how)
+        # The gradient of a look-up does not depend on the values.
+        unit.set_unshard_in_backward(not isinstance(embeddings, torch.nn.Embedding))
+        # The backward pass begins with the head, which therefore stays gathered.
+        fully_shard(head, **how, reshard_after_forward=False)
+    fully_shard(model, **how)
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Free what a forward pass without a backward pass has left gathered.
+
+    Otherwise the next forward pass would compute with it, also if the weights have changed since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
