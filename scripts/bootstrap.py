@@ -60,13 +60,14 @@ def _wait_counting(process: subprocess.Popen, doing: str) -> int:
             print(f"{doing}: {seconds} s", end=end, file=sys.stderr, flush=True)
 
 
-def setup(build: str = "") -> str:
+def setup(build: str = "", *, compiling: bool = True) -> str:
     """Change to the clone's folder, put uv on PATH, and install Cairn into .venv unless it is there already.
 
     With UV_NO_SYNC set, and no build asked for, the environment is left as it is.
 
     Args:
         build: which of vLLM's builds to install, cpu or gpu; default: the one that is there, else cpu.
+        compiling: also compile all bytecode, which takes a minute.
 
     Returns:
         The build. If it is gpu, UV_NO_SYNC is set from now on: `uv run` installs the CPU build.
@@ -89,7 +90,8 @@ def setup(build: str = "") -> str:
         if not vllm_is_whole():
             run("uv", "sync", "--inexact", *GROUPS[build], "--reinstall-package", BUILDS[build])
         mend_vllm_tag()
-        run("uv", "sync", "--inexact", "--compile-bytecode", *GROUPS[build], quiet="compiling, once")
+        if compiling:
+            run("uv", "sync", "--inexact", "--compile-bytecode", *GROUPS[build], quiet="compiling, once")
     if build == "gpu":
         os.environ["UV_NO_SYNC"] = "1"
     return build

