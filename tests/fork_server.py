@@ -52,7 +52,10 @@ WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
 FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT)
 """Modules of ours that are forked if they run as `python -m`."""
-AT_ANY_TIME = ("CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_", "MASTER_")
+AT_ANY_TIME = (
+    *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
+    "MASTER_",
+)
 """The beginnings of variables that are not read, once and for all, when modules are imported."""
 KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"
 VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"

@@ -5,6 +5,7 @@ does not have.
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -219,9 +220,14 @@ def _misspelt_elsewhere(path: tuple[str, ...], known: Known) -> str | None:
 def _differs(path: Sequence[str], keys: Sequence[str], most: int = 3) -> int | None:
     """By how many letters two names differ; None if by more than a typing error would explain."""
     if len(path) == len(keys):
-        wrong = [_distance(one, other) for one, other in zip(path, keys, strict=True)]
-        if all(d <= _typos(other) for d, other in zip(wrong, keys, strict=True)) and sum(wrong) <= most:
-            return sum(wrong)
+        wrong = 0
+        for one, other in zip(path, keys, strict=True):
+            if (letters := _distance(one, other)) > _typos(other):
+                break
+            wrong += letters
+        else:
+            if wrong <= most:
+                return wrong
     return 1 if _is_one_off(".".join(path), ".".join(keys)) else None  # a dot too many, or too few
 
 
@@ -242,6 +248,7 @@ def _is_one_off(one: str, other: str) -> bool:
     return rest[1:] == others[1:] or rest[1:] == others or rest == others[1:] or swapped
 
 
+@functools.cache  # the same few sections and names are compared again and again
 def _distance(one: str, other: str) -> int:
     """Letters to insert, delete, replace, or exchange with the next one, to make one text of the other."""
     if abs(len(one) - len(other)) > 3:

@@ -123,7 +123,9 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     assert not takes("pytest")
     assert not takes("sft", OMP_NUM_THREADS="7")
     assert not takes("sft", HOME="/nowhere")
-    del environment["PATH"]
+    assert takes("sft", PATH=f"{bin}:/usr/bin", UV_OFFLINE="1")
+    assert not takes("sft", LD_LIBRARY_PATH="/nowhere")
+    del environment["HF_HUB_OFFLINE"]
     assert not takes("sft")
     environment = dict(server.environment)
     monkeypatch.setenv("CAIRN_TESTS_EXEC", "1")

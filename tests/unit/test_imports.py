@@ -1,6 +1,7 @@
 """The rooms of the house: which may import which, read from the sources without importing anything."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -63,20 +64,38 @@ def modules(root: Path = SOURCES) -> dict[str, Path]:
     }
 
 
+@functools.cache
+def tree(file: Path) -> ast.Module:
+    """A file of the package, parsed. Tests must not change it."""
+    return ast.parse(file.read_text())
+
+
+@functools.cache
+def nodes(file: Path, types: bool) -> list[ast.Import | ast.ImportFrom]:
+    """Its imports, also inside functions; without `types`, not those that only type checkers do."""
+    found: list[ast.Import | ast.ImportFrom] = []
+    left: list[ast.AST] = [tree(file)]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif isinstance(node, ast.If) and not types and ast.unparse(node.test) == "TYPE_CHECKING":
+            left += node.orelse
+        elif not isinstance(node, ast.expr):  # no expression has statements in it
+            left += ast.iter_child_nodes(node)
+    return found
+
+
 def imports(file: Path, known: set[str], *, types: bool = True) -> set[str]:
     """Every module that a file imports, also inside functions; of the package's own, those that it names.
 
     types: also those that only type checkers import.
     """
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
-            node.body = []
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(file, types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{file}: relative imports have no room"
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -231,7 +250,7 @@ def test_rooms_take_only_the_version_from_the_package_itself():
     taken = {
         alias.name
         for file in modules().values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file, types=True)
         if isinstance(node, ast.ImportFrom) and node.module == "cairn"
         for alias in node.names
     }
@@ -267,7 +286,7 @@ def test_a_class_name_stands_for_one_thing():
     found = [
         node.name
         for file in modules().values()
-        for node in ast.parse(file.read_text()).body
+        for node in tree(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert [name for name in found if found.count(name) > 1] == []
