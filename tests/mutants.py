@@ -45,6 +45,21 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # Policies from server to server
+    M(
+        "a server vouches for what it hands on with its own checksums",
+        "_Relaying._sent",
+        "return {name: self._sums[name] for name in names}",
+        "return contributions",
+        "test_staging",
+    ),
+    M(
+        "a server waits for its parent, however late that is",
+        "Spreading._in_time",
+        "timeout=begun.result() + allowed - self._loop.time()",
+        "timeout=None",
+        "test_spreading",
+    ),
     # What survives a crash, and what a reader can see
     M("atomic write without fsync", "write_atomic", "os.fsync(file.fileno())", "pass", "test_durability"),
     M(

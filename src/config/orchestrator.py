@@ -78,6 +78,8 @@ class OrchestratorConfig(SharedConfig):
     """Seconds to wait for servers to become healthy (default: 300, or 1800 for servers on GPUs)."""
     request_timeout: float = Field(default=600, gt=0)
     """Seconds to wait for a server, and for an answer as many for each 512 tokens that it may have."""
+    weight_fan_out: int = Field(default=4, ge=0)
+    """Servers that get a policy from the trainer's memory; each hands it on to as many others. 0: all do."""
     version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy."""
     teachers: dict[str, str] = {}

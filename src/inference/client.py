@@ -27,7 +27,7 @@ from cairn.policy.errors import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.policy.generation import Generation, SamplingParams, ServedAdapter
+from cairn.policy.generation import DIRECT, Generation, Relay, Route, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError
 from cairn.run.waiting import Backoff
 
@@ -82,8 +82,17 @@ class ServerStatus:
     """Largest rank of the adapters that it computes beside its model; None: it merges them."""
     max_loras: int | None = None
     """Of how many adapters one batch may hold requests; None: it merges them, or is of an earlier version."""
+    relay: dict[str, Any] | None = None
+    """After an update: the `host` and `port` at which it hands the policy on to other servers."""
+    relayed: bool = False
+    """After an update: whether another server has handed the policy on to it."""
     base: dict[str, str] | None = None
     """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
+
+    @property
+    def hands_on(self) -> Relay | None:
+        """Where it hands on the policy that it was just given."""
+        return Relay(**self.relay) if self.relay else None
 
     @property
     def served_adapter(self) -> ServedAdapter | None:
@@ -194,13 +203,16 @@ class InferenceClient:
             return ServerStatus(**answer)
 
     async def update_weights(
-        self, path: str | Path, version: str, *, keep_cache: bool = False
+        self, path: str | Path, version: str, *, keep_cache: bool = False, route: Route = DIRECT
     ) -> ServerStatus:
         """Load the weights in directory `path` (as the server sees it) and call them `version`.
 
         Requests in flight go on under the new weights: after having recomputed the keys and values of all
         their tokens, or with `keep_cache` from those that the old weights have made. Returns when the server
         reports `version`. Pushing the version that the server already has loads it again.
+
+        Args:
+            route: how weights come that the directory says are in a trainer's memory (default: from there).
 
         Raises:
             WeightsRefused: the files are bad; the server keeps its weights and version.
@@ -209,7 +221,13 @@ class InferenceClient:
             ServerUnavailable: the server does not answer, or failed half-way (then push again or restart it).
             Unauthorized: the token is missing or wrong.
         """
-        body = {"path": os.path.abspath(path), "version": version, "keep_cache": keep_cache}
+        body: dict[str, Any] = {
+            "path": os.path.abspath(path),
+            "version": version,
+            "keep_cache": keep_cache,
+        }
+        if route != DIRECT:
+            body["route"] = asdict(route)
         status = self._status(await self._ask("POST", "/cairn/update_weights", _json(body), protected=True))
         if status.weight_version != version:
             raise ServerUnavailable(

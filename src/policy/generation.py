@@ -61,3 +61,33 @@ class Generation:
     weight_versions: list[VersionSpan]
     finish_reason: str
     stop: str | None = None
+
+
+# How a policy that is in the trainer's memory gets to servers; see `relay.py`.
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Where a server hands on a policy to others."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a policy gets to one server, and on from there.
+
+    parent: the server that hands it on to this one; None: it comes from the trainer. seconds: that this may
+    take; then it comes from the trainer after all. children: number of the servers that this one hands it
+    on to. host: where they reach this server.
+    """
+
+    parent: Relay | None = None
+    seconds: float = 0.0
+    children: int = 0
+    host: str = ""
+
+
+DIRECT = Route()
+"""From the trainer, and not on to others."""

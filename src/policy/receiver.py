@@ -1,6 +1,8 @@
 """The server's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -80,13 +82,16 @@ class WeightReceiver:
         self.sent: dict[str, int] = {}
         """The checksums of the tensors as the ranks sent them; complete once all tensors are received."""
 
-    def receive(self, source: Source, groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
+    def receive(
+        self, source: Source, groups: list[list[str]], seconds: float = math.inf
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Agree with the ranks of `source`; the iterator then receives the tensors, one of `groups` at a
-        time.
+        time, within `seconds` from now.
 
         Raises:
             Gone, NotThere: nothing was sent. RuntimeError while iterating: the transfer broke off.
         """
+        until = time.monotonic() + seconds
         names = [name for group in groups for name in group]
         answers: list[str] = []
         rank: Rank | None = None
@@ -114,10 +119,10 @@ class WeightReceiver:
             raise Gone(f"the trainer already has a newer policy than that of step {source.step}")
         if "early" in answers:
             raise NotThere(f"the trainer has not recomputed step {source.step} yet")
-        return self._tensors(source, groups, pairs)
+        return self._tensors(source, groups, pairs, until)
 
     def _tensors(
-        self, source: Source, groups: list[list[str]], pairs: list["_Pair"]
+        self, source: Source, groups: list[list[str]], pairs: list["_Pair"], until: float
     ) -> Iterator[dict[str, torch.Tensor]]:
         try:
             for names in groups:
@@ -128,6 +133,8 @@ class WeightReceiver:
                 for name, tensor in tensors.items():
                     for rank, pair in zip(source.ranks, pairs, strict=True):
                         pair.receive(tensor.view(-1), rank.ranges.get(name, []))
+                    if time.monotonic() > until:
+                        raise RuntimeError("it takes too long")
                 yield tensors
             self.sent = merged(pair.sums() for pair in pairs)
         except BaseException:
@@ -145,7 +152,7 @@ class _Pair:
     def __init__(self, rank: Rank, names: list[str], patience: timedelta):
         self.rank = rank
         self._patience = patience
-        self._store = dist.TCPStore(rank.host, rank.port, timeout=ANSWER)
+        self._store = dist.TCPStore(rank.host, rank.port, timeout=min(ANSWER, patience))
         self._pair = self._store.add("pairs", 1)
         self._request = 0
         self._store.set(f"{self._pair}/hello", json.dumps(names))

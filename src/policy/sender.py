@@ -152,7 +152,7 @@ class WeightSender:
                         store.set(f"{pair}/answer/{request}", reading.answer)
                         store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
                         if store.get(f"{pair}/go/{request}") == b"yes":
-                            sums = self._send(group, names, reading, outlet)
+                            sums = self._sent(names, self._send(group, names, reading, outlet))
                             store.set(f"{pair}/sums/{request}", json.dumps(sums))
         except RuntimeError as error:  # a living server connects again
             # Not the error itself: whoever kept it would keep the connection open.
@@ -193,8 +193,11 @@ class WeightSender:
     ) -> dict[str, int]:
         """Send this rank's share of each tensor; returns their checksums."""
         sums: dict[str, torch.Tensor] = {}
+        shares = self._shares
+        if reading.is_over:
+            raise RuntimeError("the policy is not sent any more")
         for name in names:
-            if share := self._shares.get(name):
+            if share := shares.get(name):
                 values = share.flat().to(self._dtypes[name])
                 for message in messages(values):
                     group.send([outlet.bring(message)], 1, 0).wait(self._patience)
@@ -202,6 +205,10 @@ class WeightSender:
                         raise RuntimeError("it took too long, and the policy changes now")
                 sums[name] = share_contribution(share, values)
         return as_numbers(sums)
+
+    def _sent(self, names: list[str], contributions: dict[str, int]) -> dict[str, int]:
+        """What a server that has got these tensors is told of their checksums: what this rank contributes."""
+        return contributions
 
     def _client(self) -> dist.TCPStore:
         """A connection for the calling thread: on a shared one, a waiting thread would block the others."""

@@ -69,7 +69,7 @@ ORCHESTRATOR = Compared(
             "seed",  # the trainer's
             "teachers",  # as the trainer's kl and distill say
             "environments",  # of which each has its own (`OF_ENVIRONMENT`)
-            *("inference_url", "max_in_flight", "keep_rollouts_gb"),
+            *("inference_url", "max_in_flight", "keep_rollouts_gb", "weight_fan_out"),
             *("reward_threads", "reward_timeout", "reward_retries", "reward_retry_seconds"),
             *(
                 "max_failed_prompts",

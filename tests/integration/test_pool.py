@@ -1,4 +1,4 @@
-"""A pool of real vLLM servers: one is killed in mid-generation, one has wrong weights."""
+"""A pool of real vLLM servers: one hands weights on, one has wrong weights, one is killed."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runs import forking_servers
+from safetensors.torch import load_file
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient
@@ -13,6 +14,7 @@ from cairn.inference.pool.membership import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 from cairn.policy.generation import Generation, SamplingParams
+from cairn.policy.sender import WeightSender
 
 GROUPS = range(24)
 
@@ -38,17 +40,29 @@ def test_answers_do_not_depend_on_which_servers_live(
     model = tiny_model(seed=1)
     config = InferenceConfig(port=free_port(), kv_cache_memory="64M")
     second = Server(config, str(tiny_model(seed=0)), tmp_path / "vllm.log")
+    sender = WeightSender(load_file(model / "model.safetensors"), rank=0, host="127.0.0.1")
 
     async def main() -> None:
         async with ServerPool([inference_server.url]) as pool:
             await pool.serve(model, "run:1")
             alone = await answers(pool)
-        async with ServerPool([inference_server.url, second.url], PoolSettings(retry_for=60)) as pool:
+        settings = PoolSettings(retry_for=60, fan_out=1)
+        async with ServerPool([inference_server.url, second.url], settings) as pool:
             await pool.wait_ready(60)
             await pool.serve(model, "run:1")
             await asyncio.to_thread(second.wait_ready)
             while pool.take_metrics()["servers/healthy"] < 2:  # it joins, with the weights
                 await asyncio.sleep(0.05)
+
+            # The trainer sends the same policy from its memory to one server, and that one to the other.
+            sender.offer(1)
+            sender.source(1, [sender.here]).write(tmp_path)
+            pool.take_metrics()
+            await pool.serve(tmp_path, "run:1")
+            metrics = pool.take_metrics()
+            assert metrics["weights/bytes"] == 2 * metrics["weights/relayed_bytes"] > 0
+            assert len(sender._threads) == 2, "one waits for servers, one has served the only one"
+            assert await answers(pool) == alone
 
             # Another run, say, puts its weights into the first server.
             async with InferenceClient(inference_server.url) as client:
@@ -67,4 +81,5 @@ def test_answers_do_not_depend_on_which_servers_live(
     with contextlib.ExitStack() as started:
         with forking_servers():
             started.enter_context(second)
+        started.callback(sender.close)
         asyncio.run(main())

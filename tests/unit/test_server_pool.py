@@ -29,6 +29,7 @@ from cairn.launch.plan.external_servers import check_bases, gpus_of_servers, wit
 from cairn.orchestrator.policy_sync.following import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams, VersionSpan
+from cairn.policy.receiver import Source
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 from cairn.run.messages import Probe
@@ -46,6 +47,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.version, self.lives = "default", 0
         self.pushed: list[str] = []
+        self.routes: list[dict] = []
         self.kept_cache: list[bool] = []
         self.salts: list[str] = []
         self.asked: list[int] = []
@@ -108,6 +110,11 @@ class FakeServer:
         elif self.asleep and path != "/cairn/status" and path != "/health":
             return 503, {"error": {"message": f"{ASLEEP}; wake it"}}
         elif path == "/cairn/update_weights":
+            self.routes.append(route := body.get("route") or {})
+            self.came = {
+                "relay": {"host": route["host"], "port": self.port} if route.get("children") else None,
+                "relayed": bool(route.get("parent")),
+            }
             self.did.append(body["version"])
             self.version = body["version"]
             self.pushed.append(self.version)
@@ -131,6 +138,7 @@ class FakeServer:
             "max_num_seqs": 8,
             "asleep": self.asleep,
             "adapter": self.adapters[-1] if self.adapters else None,
+            **(self.came if path == "/cairn/update_weights" else {}),
             **self.more_status,
             "vllm_version": "0",
         }
@@ -754,6 +762,28 @@ async def test_metrics_count_bytes_seconds_and_idleness(tmp_path: Path):
             fake.gate.set()
         await asked
         assert pool.take_metrics()["weights/bytes"] == 0
+
+
+@in_loop
+async def test_a_policy_in_the_trainers_memory_goes_from_server_to_server(tmp_path: Path):
+    """One in files does not; and who joins later gets it from the trainer."""
+    Source(step=1, bytes=1000, shapes={}, dtypes={}, ranks=[]).write(tmp_path)
+    async with servers(5, fan_out=2) as (pool, fakes):
+        await pool.serve(tmp_path, "v1")
+        assert all(fake.version == "v1" for fake in fakes)
+        parents = [(fake.routes[0].get("parent") or {}).get("port") for fake in fakes]
+        assert parents == [None, None, fakes[0].port, fakes[0].port, fakes[1].port]
+        assert [fake.routes[0].get("children", 0) for fake in fakes] == [2, 1, 0, 0, 0]
+        metrics = pool.take_metrics()
+        assert (metrics["weights/bytes"], metrics["weights/relayed_bytes"]) == (5000, 3000)
+        await fakes[4].die()
+        await until(lambda: not pool._membership.members[fakes[4].url].ready)
+        await fakes[4].start()
+        await until(lambda: fakes[4].version == "v1")
+        assert fakes[4].routes[1:] == [{}]
+        await pool.serve("/w", "v2")
+        assert all(fake.routes[-1] == {} for fake in fakes)
+        assert pool.take_metrics()["weights/relayed_bytes"] == 0
 
 
 # Joining and leaving

@@ -2,7 +2,10 @@
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from families import make, make_model
 from peft import LoraConfig, get_peft_model
+from runs import DEADLINE
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +27,7 @@ from cairn.model.adapters import Base
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import Altered, NotThere
+from cairn.policy.generation import Route
 from cairn.policy.sender import WeightSender
 
 Tensors = dict[str, torch.Tensor]
@@ -151,6 +156,125 @@ def test_a_failed_transfer_changes_nothing(
     with pytest.raises(error, match=reason):
         staging(model).prepare(str(tmp_path / "v1"))
     sender.close()
+
+
+# From another server that has it from the trainer's memory
+
+
+class Counting(WeightSender):
+    """The trainer's; counts to how many servers it has sent the policy."""
+
+    def __init__(self, tensors: Tensors):
+        super().__init__(tensors, rank=0, host="127.0.0.1")
+        self.sends = 0
+        self.offer(3)
+
+    def _send(self, *arguments: Any) -> dict[str, int]:
+        self.sends += 1
+        return super()._send(*arguments)
+
+
+@pytest.fixture
+def trainer(model: Path, tmp_path: Path) -> Iterator[Counting]:
+    sender = Counting(load_file(model / "model.safetensors"))
+    (tmp_path / "v1").mkdir()
+    sender.source(3, [sender.here]).write(tmp_path / "v1")
+    yield sender
+    sender.close()
+
+
+HERE = Route(children=1, host="127.0.0.1")
+
+
+def below(parent: Staged, children: int = 0) -> Route:
+    """From a server that has the policy, to so many others."""
+    assert parent.relay is not None
+    return Route(parent.relay, seconds=DEADLINE, children=children, host="127.0.0.1")
+
+
+def test_a_policy_goes_from_server_to_server(model: Path, trainer: Counting, tmp_path: Path):
+    """The trainer has sent it once, and is gone; the memory is free once the last one has it."""
+    folder, expected = str(tmp_path / "v1"), load_file(model / "model.safetensors")
+    servers = [staging(model) for _ in range(3)]
+    first = servers[0].prepare(folder, HERE)
+    trainer.close()
+    second = servers[1].prepare(folder, below(first, children=1))
+    third = servers[2].prepare(folder, below(second))
+    assert [one.relayed for one in (first, second, third)] == [False, True, True]
+    assert third.relay is None
+    assert trainer.sends == 1
+    for one in (first, second, third):
+        with one as staged:
+            assert_same(mapped(staged), expected)
+            sums = staged.update_info["plan"]["sums"]
+            assert sums == {name: checksum(tensor) for name, tensor in expected.items()}
+    for server in servers[:2]:
+        sender: Any = server._relay._sender
+        sender.withdraw()  # waits until the last one has it
+        deadline = time.monotonic() + DEADLINE
+        while sender._shares and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not sender._shares
+        server._relay.end()
+
+
+GO = threading.Event()
+
+
+def broken(how: str, server: Staging) -> None:
+    """Something happens to the server from which another one is about to get a policy."""
+    sender: Any = server._relay._sender
+    if how == "it ends":
+        server._relay.end()
+    elif how == "a word changes in its memory":
+        next(iter(sender._shares.values())).local.view(-1)[:1].add_(1)
+    elif how == "it has another policy":
+        sender.offer(4)
+    elif how == "it dies while it sends":
+        sender._send = lambda *_: (_ for _ in ()).throw(RuntimeError("it dies"))
+    elif how == "it stops":
+        sender._send = lambda *_: GO.wait(DEADLINE)
+    elif how == "it gets the next policy while it sends":
+        send = sender._send
+        sender._send = lambda *arguments: (sender.let_go(0.0), send(*arguments))[1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "it ends",
+        "a word changes in its memory",
+        "it has another policy",
+        "it dies while it sends",
+        "it stops",
+        "it gets the next policy while it sends",
+    ],
+)
+def test_what_another_server_does_not_hand_on_comes_from_the_trainer(
+    model: Path, trainer: Counting, tmp_path: Path, how: str
+):
+    folder, server = str(tmp_path / "v1"), staging(model)
+    with server.prepare(folder, HERE) as first:
+        broken(how, server)
+        route = replace(below(first), seconds=0.5)
+        with staging(model).prepare(folder, route) as second:
+            assert not second.relayed
+            assert_same(mapped(second), load_file(model / "model.safetensors"))
+    assert trainer.sends == 2
+    GO.set()
+    server._relay.end()
+    GO.clear()
+
+
+def test_only_words_that_are_the_trainers_are_handed_on(model: Path, trainer: Counting, tmp_path: Path):
+    """And only from an address that this machine has."""
+    with staging(model, torch.bfloat16).prepare(str(tmp_path / "v1"), HERE) as staged:
+        assert staged.relay is None
+    elsewhere = replace(HERE, host="192.0.2.1")
+    with staging(model).prepare(str(tmp_path / "v1"), elsewhere) as staged:
+        assert staged.relay is None
+    with staging(model).prepare(str(tmp_path / "v1")) as staged:
+        assert staged.relay is None
 
 
 def test_values_that_are_not_finite_are_refused_beforehand(model: Path, tmp_path: Path):

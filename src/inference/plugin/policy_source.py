@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,7 +34,9 @@ from cairn.model.adapters import Base, base_of_adapter, is_adapter, merged_weigh
 from cairn.model.hub_layout import Layout
 from cairn.policy.checksums import checksum, read_checksums
 from cairn.policy.errors import Altered, NotHeld, Unchanged
+from cairn.policy.generation import DIRECT, Route
 from cairn.policy.receiver import Source, WeightReceiver, read_source
+from cairn.policy.relay import handed_on
 from cairn.run.files import DamagedFile
 
 logger = init_logger("vllm.cairn")
@@ -146,10 +149,13 @@ class PolicyReader:
         except (DamagedFile, ValueError, OSError, RecursionError) as error:
             raise UnusableWeights(f"{path}: does not say where its tensors are: {error}") from None
 
-    def open(self, path: str) -> PolicyTensors:
+    def open(self, path: str, route: Route = DIRECT) -> PolicyTensors:
         """The tensors of a folder, checked, or those that its trainer is about to send.
 
         Those of a folder with an adapter are made of it and the base, a layer at a time.
+
+        Args:
+            route: whose `parent` sends them in the trainer's place, if there is one.
 
         Raises:
             Refused: a file or tensor is unusable, or the trainer has other tensors than this model.
@@ -163,7 +169,7 @@ class PolicyReader:
             if (source := self.source(path)) is not None:
                 sums: dict[str, int] = {}
                 count = sum(map(math.prod, source.shapes.values()))
-                return PolicyTensors(self._from_trainer(source, sums), sums, count)
+                return PolicyTensors(self._from_memory(source, sums, route), sums, count)
             if is_adapter(Path(path)):
                 return self._merged(path)
             arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
@@ -175,7 +181,7 @@ class PolicyReader:
         count = sum(tensor.numel() for tensor in arrived.weights.values())
         return PolicyTensors([arrived.weights], arrived.sums, count)
 
-    def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[Tensors]:
+    def _from_memory(self, source: Source, sums: dict[str, int], route: Route) -> Iterator[Tensors]:
         """The trainer's tensors, a layer at a time; their checksums go into `sums`."""
         layout = self._expected.layout_of(source.shapes)
         shapes, tied = layout.shapes, layout.tied
@@ -186,7 +192,11 @@ class PolicyReader:
             if shape != shapes[name]:
                 raise UnusableWeights(f"tensor {name} has shape {shape}, not {shapes[name]}")
         names = [name for name in source.shapes if name not in tied]
-        parts = self._receiver.receive(source, layerwise_groups(names))
+        receiver, seconds = self._receiver, math.inf
+        if route.parent is not None:  # the connection to the trainer is kept for the next policy
+            receiver, seconds = WeightReceiver(timedelta(seconds=route.seconds)), route.seconds
+            source = handed_on(source, route.parent)
+        parts = receiver.receive(source, layerwise_groups(names), seconds)
 
         def checked() -> Iterator[Tensors]:
             for weights in parts:
@@ -196,7 +206,7 @@ class PolicyReader:
                         raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
                     sums[name] = look.checksum
                 yield weights
-            for name, sent in self._receiver.sent.items():
+            for name, sent in receiver.sent.items():
                 if sums[name] != sent:
                     raise NotHeld(f"checksum of {name} as it came from the trainer")
 

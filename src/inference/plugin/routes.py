@@ -10,6 +10,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Generator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,12 +161,14 @@ class CairnRoutes:
 
         What comes is read and checked before anything is changed.
 
-        200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
-        serve on. 412: they are not those that the trainer published; the old ones serve on if they have
-        changed on their way, it is as with 500 if they have changed in the server. 409: somebody else's
-        update is open. 410: the trainer that was to send them has newer ones; 503: it does not have them
-        yet, or has not sent all. 500: the update failed half-way; generation stays paused, since the weights
-        may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
+        200: they are loaded; the answer is that of `status`, with `relay`, where this server hands the policy
+        on to others if the update asks for it, and `relayed`, whether another one did so. 422: the weights
+        were refused, the old ones serve on. 412: they are not those that the trainer published; the old ones
+        serve on if they have changed on their way, it is as with 500 if they have changed in the server. 409:
+        somebody else's update is open. 410: the trainer that was to send them has newer ones; 503: it does
+        not have them yet, or has not sent all. 500: the update failed half-way; generation stays paused,
+        since the weights may be a mixture, until an update succeeds. 501: likewise, and no update can
+        succeed.
         """
         async with self._one_at_a_time:
             if self._sleep.asleep:  # since this request came in
@@ -175,7 +178,9 @@ class CairnRoutes:
                     version = await self._updates.take(update, noted)
                 except NotTaken as reason:
                     return failure(reason.code, str(reason))
-                return JSONResponse(self._status(version, paused=False))
+                relay = noted.relay and asdict(noted.relay)
+                came = {"relay": relay, "relayed": noted.relayed}
+                return JSONResponse(self._status(version, paused=False) | came)
 
     @contextlib.contextmanager
     def _noted(self, update: PolicyUpdate) -> Generator[PolicyUpdate]:

@@ -13,12 +13,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from vllm.config import ModelConfig
+from vllm.logger import init_logger
 
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
@@ -26,7 +27,12 @@ from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, Policy
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter
 from cairn.policy.errors import Altered, NotHeld, NotThere, Unchanged
+from cairn.policy.generation import DIRECT, Relay, Route
+from cairn.policy.receiver import Source
+from cairn.policy.relay import PolicyRelay
 from cairn.run.machine import available_memory
+
+logger = init_logger("vllm.cairn")
 
 LARGE = 1 << 22
 """Values of a tensor that is cast beforehand. vLLM computes with some small ones, such as the weights of
@@ -71,13 +77,16 @@ class Plan:
 class Staged:
     """A policy's folder, and what was prepared of it. Use it as a context manager, which frees the memory.
 
-    Without a plan, the workers have to read the folder themselves.
+    Without a plan, the workers have to read the folder themselves. relay: where this server hands the policy
+    on, if it does. relayed: whether another server has handed it on to this one.
     """
 
     def __init__(self, path: str, plan: Plan | None = None, memory: "SharedMemory | None" = None):
         self._path = path
         self._plan = plan
         self._memory = memory
+        self.relay: Relay | None = None
+        self.relayed = False
 
     @property
     def is_prepared(self) -> bool:
@@ -136,13 +145,19 @@ class Staging:
         self._casts = config.head_dtype == config.dtype  # else one of the large matrices has a wider type
         self._available = available
         self._large = large
+        self._relay = PolicyRelay()
 
-    def prepare(self, path: str) -> Staged:
+    def prepare(self, path: str, route: Route = DIRECT) -> Staged:
         """Read or receive the policy of a folder, and check it.
+
+        Args:
+            route: how a policy in the trainer's memory comes here. If its `parent` does not send it whole, as
+                it was and in time, the trainer does.
 
         Raises:
             Refused, Altered, Gone, NotThere: it can't be had; see `PolicyReader.open`.
         """
+        self._relay.end()
         source = self._reader.source(path)
         if source is None and is_adapter(Path(path)):
             policy = self._reader.open(path)
@@ -155,7 +170,21 @@ class Staging:
         size = max(source.bytes, values * self._dtype.itemsize)
         if not self._fits(size):
             return Staged(path)
-        return self._as_it_comes(path, self._reader.open(path), 2 * size)
+        if route.parent is not None:
+            try:
+                return self._received(path, source, size, route)
+            except (RuntimeError, OSError) as error:
+                logger.warning("another server does not hand on %s, so the trainer is asked: %s", path, error)
+        return self._received(path, source, size, replace(route, parent=None))
+
+    def _received(self, path: str, source: Source, size: int, route: Route) -> Staged:
+        """What the trainer has in its memory, or another server in its place; handed on from here."""
+        policy, came = self._reader.open(path, route), Tensors()
+        staged = self._as_it_comes(path, policy, 2 * size, came)
+        staged.relayed = route.parent is not None
+        if policy.sums.keys() == came.keys():  # as they came, word by word, and not in pieces
+            staged.relay = self._relay.offer(source, came, policy.sums, route)
+        return staged
 
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
@@ -201,17 +230,22 @@ class Staging:
         """The data type that the workers get a tensor in."""
         return self._dtype if self._casts and tensor.numel() >= self._large else tensor.dtype
 
-    def _as_it_comes(self, path: str, policy: PolicyTensors, size: int) -> Staged:
+    def _as_it_comes(
+        self, path: str, policy: PolicyTensors, size: int, came: Tensors | None = None
+    ) -> Staged:
+        """Take tensors into memory one after the other; `came` gets those that are there as they came."""
         memory = SharedMemory(size + (ALIGNMENT << 20))  # what is not used takes no memory
         tensors: dict[str, Located] = {}
         changed: set[str] = set()
         try:
-            for _, name, tensor, _ in self._pieces(policy):
+            for origin, name, tensor, _ in self._pieces(policy):
                 offset, place = memory.place(tensor.shape, self._staged_as(tensor))
                 place.copy_(tensor)
                 tensors[name] = 0, offset, _name(place.dtype), list(place.shape)
                 if place.dtype != tensor.dtype:
                     changed.add(name)
+                elif came is not None and origin == name:
+                    came[name] = place
         except BaseException as error:
             memory.close()
             if isinstance(error, NotFinite):

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.policy.errors import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
+from cairn.policy.generation import DIRECT, Relay, Route
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,14 +34,19 @@ class WeightUpdate(BaseModel):
     version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
     # Whether requests in flight keep the keys and values that the old weights made of their tokens.
     keep_cache: bool = False
+    # How it gets here from the trainer's memory, and on to other servers.
+    route: Route = DIRECT
 
 
 @dataclass
 class PolicyUpdate:
-    """An update that is under way. before: the version that is served until it is done."""
+    """An update that is under way. before: the version that is served until it is done. relay: where the
+    server hands the policy on, if it does. relayed: whether it got it from another server."""
 
     version: str
     before: str
+    relay: Relay | None = None
+    relayed: bool = False
     since: float = field(default_factory=time.monotonic)
     pauses: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when generation is about to be paused; from then on the engine answers no questions."""
@@ -81,7 +87,7 @@ class Updates(ABC):
         """Take a policy; returns what `version` is from then on: that of the update.
 
         Args:
-            noted: notified when generation is about to be paused.
+            noted: notified when generation is about to be paused, and told how the policy came.
 
         Raises:
             NotTaken: it can't; the code says in which state the server is left.
@@ -117,12 +123,13 @@ class Swapping(Updates):
     async def take(self, update: WeightUpdate, noted: PolicyUpdate) -> str:
         """See `Updates`. Requests in flight go on under the new weights."""
         try:
-            staged = await asyncio.to_thread(self._staging.prepare, update.path)
+            staged = await asyncio.to_thread(self._staging.prepare, update.path, update.route)
         except Unchanged as error:
             raise NotTaken.because(error) from None
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot prepare %s", update.path)
             raise NotTaken(422, f"{update.path}: {error!r}") from None
+        noted.relay, noted.relayed = staged.relay, staged.relayed
         with staged:
             return await self._swap(update, staged, noted)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
-from cairn.policy.generation import Generation, ServedAdapter
+from cairn.policy.generation import DIRECT, Generation, Relay, Route, ServedAdapter
 from cairn.policy.receiver import read_source
 from cairn.run.messages import PolicyName, Probe
 from cairn.run.waiting import Backoff
@@ -24,6 +24,7 @@ class Weights:
     """A policy version that servers are given.
 
     folder: where its tensors are, or the address of the trainer that sends them. size: bytes of its tensors.
+    in_memory: whether the trainer sends them from its memory.
     probe: tokens and the trainer's logprobs, which a server has to reproduce before its answers count.
     probe_follows: the probe is still to come, and no answer counts until then.
     """
@@ -33,6 +34,7 @@ class Weights:
     size: int
     probe: Probe | None = None
     probe_follows: bool = False
+    in_memory: bool = False
 
 
 class Member:
@@ -51,6 +53,10 @@ class Member:
         """What requests have to name to be answered from that version; None: nothing."""
         self.weights: Weights | None = None
         """The weights that this pool gave it last since it was started; None: it may have any."""
+        self.relay: Relay | None = None
+        """Where it hands them on to other servers."""
+        self.relayed = False
+        """Whether another server has handed them on to it."""
         self.pushes = 0
         self.disproofs = 0
         """How often it has disagreed with the trainer about `disputed`, since it agreed or was restarted."""
@@ -107,8 +113,11 @@ class Member:
         self.capacity = max(1, status.max_num_seqs)
         self.max_model_len, self.dtype = status.max_model_len, status.dtype
 
-    async def give(self, weights: Weights, *, keep_cache: bool) -> None:
+    async def give(self, weights: Weights, *, keep_cache: bool, route: Route = DIRECT) -> None:
         """Put weights into the server, and have it prove that it computes from them.
+
+        Args:
+            route: how they get there, and on, if the trainer has them in its memory.
 
         Raises:
             ServerDisagrees: it does not. What it was asked for is given up.
@@ -119,9 +128,12 @@ class Member:
         self._settle(False)  # what waits for an earlier proof is asked again
         self._proving, self._proof = weights.version, asyncio.get_running_loop().create_future()
         try:
-            status = await self.client.update_weights(weights.folder, weights.version, keep_cache=keep_cache)
+            status = await self.client.update_weights(
+                weights.folder, weights.version, keep_cache=keep_cache, route=route
+            )
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
             self.adapter = status.served_adapter
+            self.relay, self.relayed = status.hands_on, status.relayed
             self.pushes += 1
             if weights.probe is not None:
                 await self.prove(weights)

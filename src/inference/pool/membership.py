@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 from cairn.inference.client import InferenceClient, Unauthorized
 from cairn.inference.pool.member import Member, Weights
+from cairn.inference.pool.spreading import Spreading
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.generation import DIRECT, Route
 from cairn.run import spans
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,9 @@ class PoolSettings:
     keep_cache: bool = False
     """Whether answers in flight go on from the keys and values that earlier weights have made; otherwise a
     server recomputes them with every update, as it would a prompt of that length."""
+    fan_out: int = 4
+    """How many servers get a policy from the trainer's memory, and how many others each of them hands it on
+    to; 0: all get it from the trainer."""
 
 
 # Which servers belong to a pool, and what they have.
@@ -115,6 +120,7 @@ class Counts:
         self.requests = 0
         self.retries = 0
         self.push_bytes = 0
+        self.relayed_bytes = 0
         self.push_seconds = 0.0
         self._idle = self._busy = 0.0
 
@@ -141,6 +147,7 @@ class Counts:
             "time/generate": self._busy,
             "time/server_idle": self._idle,
             "weights/bytes": self.push_bytes,
+            "weights/relayed_bytes": self.relayed_bytes,
             "time/push": self.push_seconds,
         }
         self._clear()
@@ -329,8 +336,15 @@ class Membership:
     # Weights
 
     async def push_to_all(self, members: list[Member], started: float) -> None:
-        """Give the current weights to `members` at once; waits for all but stragglers."""
-        pushes = {asyncio.create_task(self._push_or_lose(member)) for member in members}
+        """Give the current weights to `members`, at once or as a tree; waits for all but stragglers."""
+        weights = self.weights
+        assert weights is not None
+        fan_out = self._settings.fan_out if weights.in_memory else 0
+        spreading = Spreading([member.url for member in members], fan_out)
+        pushes = {
+            asyncio.create_task(self._push_in_turn(member, weights, spreading, place))
+            for place, member in enumerate(members)
+        }
         self._pushes |= pushes
         for push in pushes:
             push.add_done_callback(self._pushes.discard)
@@ -338,11 +352,21 @@ class Membership:
         while pending and not any(member.weights is self.weights for member in members):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
-            await asyncio.wait(pending, timeout=max(STRAGGLERS, time.monotonic() - started))
+            each = max(STRAGGLERS, time.monotonic() - started)
+            await asyncio.wait(pending, timeout=each * max(1, 2 * spreading.levels - 1))
 
-    async def _push_or_lose(self, member: Member) -> None:
+    async def _push_in_turn(self, member: Member, weights: Weights, spreading: Spreading, place: int) -> None:
+        """Give weights to a server once they are where it gets them from, unless there are newer ones."""
         try:
-            await self._push(member)
+            route = await spreading.route(place)
+            if self.weights is weights:
+                await self._push_or_lose(member, route)
+        finally:
+            spreading.done(place, member.relay if member.weights is weights else None)
+
+    async def _push_or_lose(self, member: Member, route: Route) -> None:
+        try:
+            await self._push(member, route)
         except REFUSALS as error:
             member.refusal = error
         except (ServerUnavailable, ValueError) as error:
@@ -359,16 +383,18 @@ class Membership:
             self.lose(member, str(error))
             self._notify()
 
-    async def _push(self, member: Member) -> None:
-        """Put the current weights into a server that does not have them."""
+    async def _push(self, member: Member, route: Route = DIRECT) -> None:
+        """Put the current weights into a server that does not have them, the first ones by `route`."""
         async with member.pushing:
             if self.weights is not None and not self.resting:
                 await member.wake_up()
             while (weights := self.weights) is not None and member.weights is not weights:
                 # Keys and values that another run's weights made are never kept.
                 keep_cache = self._settings.keep_cache and member.weights is not None
-                await member.give(weights, keep_cache=keep_cache)
+                await member.give(weights, keep_cache=keep_cache, route=route)
+                route = DIRECT
                 self._counts.push_bytes += weights.size
+                self._counts.relayed_bytes += weights.size * member.relayed
                 self._notify()
 
     # Waiting

@@ -15,7 +15,7 @@ from cairn.inference.pool.membership import Counts, Membership, PoolSettings, Se
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run import spans
-from cairn.run.messages import Probe
+from cairn.run.messages import WEIGHT_SOURCE, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,9 @@ class ServerPool:
         """
         self._membership.begin()
         started = time.monotonic()
-        size = tensor_bytes(Path(folder))
+        size, in_memory = tensor_bytes(Path(folder)), (Path(folder) / WEIGHT_SOURCE).exists()
         self._membership.resting = False
-        self._membership.weights = Weights(str(folder), version, size, probe, probe_follows)
+        self._membership.weights = Weights(str(folder), version, size, probe, probe_follows, in_memory)
         members = [member for member in self._membership.members.values() if member.ready]
         for member in self._membership.members.values():
             member.refusal = None
