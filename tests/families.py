@@ -325,6 +325,20 @@ SERVED = {
     "nemotron_h": "up to 3e-4",
 }
 """Last column of docs/models.md's table; tests/integration/test_served_families.py checks it."""
+STATE = ("no: state from token to token", "carry state from token to token")
+DROPOUT = ("no: dropout or noise", "it has dropout")
+OWN = ("no: attention of its own", "the model's forward pass fails|logprobs of samples differ")
+UNSHARED = {
+    "stablelm": ("no: layers get no arguments", "does not hand its layers which ranks"),
+    "nemotron": ("no: layers get no arguments", "does not hand its layers which ranks"),
+    "llama4": ("no: chunked attention", "chunked_attention"),
+    **dict.fromkeys(("gpt2", "opt", "gpt_bigcode", "xglm", "biogpt", "phimoe"), DROPOUT),
+    **dict.fromkeys(("falcon", "falcon_alibi", "bloom", "gptj", "mpt"), OWN),
+    **dict.fromkeys(("mamba", "mamba2", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5", "minimax"), STATE),
+    **dict.fromkeys(("qwen3_next", "falcon_h1", "bamba", "nemotron_h", "jamba", "granitemoehybrid"), STATE),
+}
+"""Families whose rows ranks can't share: the column `context` of docs/models.md's table, and what the error
+has; tests/integration/test_step_ranks.py checks it."""
 
 
 def make_config(family: str) -> PreTrainedConfig:

@@ -387,6 +387,35 @@ MUTANTS = (
         "test_gae test_critic",
     ),
     M("variance of a step by n", "moments", "max(count - 1, 1.0)", "max(count, 1.0)", "test_gae test_critic"),
+    # Ranks that share the tokens of rows
+    M(
+        "a learned token where it stands, not where it is predicted",
+        "part_of_rows",
+        "predicting = micro.learned - 1",
+        "predicting = micro.learned",
+        "test_attention",
+    ),
+    M(
+        "added tokens not apart from the row's last sample",
+        "widened",
+        "added = torch.arange(missing, device=device)",
+        "added = torch.arange(1, missing + 1, device=device)",
+        "test_attention",
+    ),
+    M(
+        "a window that rows on several ranks forget",
+        "masks_of_rows",
+        "seen if window is None else seen & (before < window)",
+        "seen",
+        "test_attention",
+    ),
+    M(
+        "gradients that do not go back to the rank with the tokens",
+        "_Exchange.backward",
+        "dist.all_to_all_single(of_sent, of_received.contiguous(), group=ctx.axis.group)",
+        "of_sent.copy_(of_received)",
+        "test_step_ranks",
+    ),
     # Sinks: nothing twice, nothing left out, nobody held up
     M(
         "a sink does not remember rows",

@@ -67,6 +67,13 @@ class CriticConfig(BaseConfig):
     """Shift and scale the advantages of each batch to mean 0 and standard deviation 1."""
 
 
+class ParallelConfig(BaseConfig):
+    """How the ranks share what they compute, beside the samples of a batch, which are always divided."""
+
+    context: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share the tokens of each row, for samples that are too long for one rank."""
+
+
 class RayConfig(BaseConfig):
     """The Ray cluster for the trainer's workers."""
 
@@ -102,6 +109,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Its GPUs: how many, or which, such as 0,1 or GPU-5ab1; one alone: 3, (default: all but a server's)."""
     replicas: int = Field(default=1, ge=1)
     """Copies of the sharded model (HSDP), each on an equal part of the ranks; 1: sharded over all ranks."""
+    parallel: ParallelConfig = ParallelConfig()
     spare_workers: int = Field(default=0, ge=0)
     """Idle processes with everything imported that replace dead ranks; on GPUs so many for each rank."""
     threads: int = Field(default=1, ge=1)
@@ -217,9 +225,14 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return self
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> "TrainerBase":
-        if self.workers is not None and (problem := self.problem_of_replicas(self.workers)):
+    def _ranks_divide(self) -> "TrainerBase":
+        if self.workers is not None and (problem := self.problem_of_ranks(self.workers)):
             raise ValueError(problem)
+        if self.compile and self.parallel.context > 1:
+            raise ValueError(
+                f"compile beside parallel.context = {self.parallel.context}: a compiled layer can't exchange "
+                "tokens with other ranks; leave one out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -237,11 +250,13 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             )
         return self
 
-    def problem_of_replicas(self, ranks: int) -> str | None:
-        """Why `ranks` can't be divided among the replicas; None if they can."""
-        if ranks % self.replicas == 0:
-            return None
-        return f"replicas = {self.replicas} does not divide the ranks into equal parts: workers = {ranks}"
+    def problem_of_ranks(self, ranks: int) -> str | None:
+        """Why `ranks` can't be divided among the replicas, or share rows; None if they can."""
+        sizes = {"replicas": self.replicas, "parallel.context": self.parallel.context}
+        for name, size in sizes.items():
+            if ranks % size:
+                return f"{name} = {size} does not divide the ranks into equal parts: workers = {ranks}"
+        return None
 
     @model_validator(mode="after")
     def _freeze_fits(self) -> "TrainerBase":

@@ -71,7 +71,8 @@ def _fewer_activations(config: TrainerBase, flags: str) -> list[str]:
     if config.micro_batch_tokens is not None and config.micro_batch_tokens > config.seq_len:
         fewer = [f"a lower {flags}micro-batch-tokens"]
     fewer += [f"a lower {flags}seq-len"]
-    return fewer + ([] if config.activation_checkpointing else [f"{flags}activation-checkpointing"])
+    fewer += [] if config.activation_checkpointing else [f"{flags}activation-checkpointing"]
+    return fewer + ([f"a larger {flags}parallel.context"] if config.ranks > config.parallel.context else [])
 
 
 def check_serving(need: Need, machine: Machine, flags: str = "--") -> list[str]:
@@ -162,8 +163,8 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
 
     Args:
         folder: Hugging Face directory; its weights are not read.
-        config: settled. Read are the models, the adapter, the type that is computed in, attention and
-            whether activations are recomputed.
+        config: settled. Read are the models, the adapter, the type that is computed in, attention,
+            whether activations are recomputed, and how many ranks share rows.
         machine: with the GPUs that train.
 
     Raises:
@@ -176,6 +177,7 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "activation_checkpointing": config.activation_checkpointing,
         "capability": min((gpu.capability for gpu in machine.gpus), default=None),
         "attention": config.attention,
+        "context": config.parallel.context,
     }
     policy = count(folder, lora=config.lora, **how)
     beside = (

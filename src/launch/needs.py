@@ -154,12 +154,14 @@ def rank_need(
             MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
         ahead = 0 if config.keep_gathered else 2 * compute * layer
-    kept = footprint.kept.bytes(rows, tokens)
-    again = footprint.layer.bytes(rows, tokens)
-    logits = min(rows * tokens * footprint.vocabulary, chunk_logits)
+    shared = config.parallel.context  # by so many ranks, each of which has all tokens for a part of the heads
+    kept = footprint.kept.bytes(rows, tokens) // shared
+    again = footprint.layer.bytes(rows, tokens) // shared
+    logits = min(rows * tokens * footprint.vocabulary // shared, chunk_logits)
     head = footprint.head or footprint.embeddings
+    on_ranks = f" on {shared} ranks" if shared > 1 else ""
     parts += [
-        MemoryPart(f"activations of {rows} x {tokens} tokens", kept, counted=False),
+        MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
         MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
         MemoryPart("a chunk of logits, and the head's gradient",
              logits * (8 + compute) + head * (4 + compute), counted=False),

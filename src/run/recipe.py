@@ -49,7 +49,7 @@ TRAINER = Compared(
     free=frozenset(
         {
             *OF_ANY_ROLE,
-            *("workers", "gpus", "replicas", "spare_workers", "threads", "ray", "wandb", "slurm"),
+            *("workers", "gpus", "replicas", "parallel", "spare_workers", "threads", "ray", "wandb", "slurm"),
             "keep_gathered",  # of which no bit depends
             *("weight_transport", "weight_host", "batch_timeout", "cut_rollouts", "keep_tokens_gb"),
             # The records are compared by content, and so are those of validations.

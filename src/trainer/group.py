@@ -116,6 +116,10 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
 
+NO_AXIS = Axis()
+"""Of one rank alone."""
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """Where a rank stands among those that train together.
@@ -152,7 +156,7 @@ class RankGroup:
     """Through which the ranks have found each other."""
     patience: timedelta = timedelta(minutes=30)
     """For which a collective waits for other ranks."""
-    context: Axis = Axis()
+    context: Axis = NO_AXIS
     """The ranks that share this one's samples, and have a part of the tokens of each."""
 
     @property
@@ -169,6 +173,7 @@ class RankGroup:
         float32_matmul: str = "highest",
         device: torch.device | None = None,
         replicas: int = 1,
+        context: int = 1,
         hang_timeout: float = 600,
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -179,6 +184,7 @@ class RankGroup:
             device: this rank's; default: a GPU if torch sees one.
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
+            context: so many neighbours share the tokens of each row; must divide the number of ranks.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
         torch.set_num_threads(threads)
@@ -204,7 +210,8 @@ class RankGroup:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
         mesh = _mesh(device.type, world_size, replicas)
-        return cls(dist.get_rank(), world_size, device, mesh, join["store"], patience)
+        axis = _context_axis(dist.get_rank(), world_size, context, patience)
+        return cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis)
 
     def rendezvous(self, name: str) -> ThreadRendezvous:
         """Exchange of strings between one thread of each rank; each name can be used once."""
@@ -316,6 +323,18 @@ def _mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
     return DeviceMesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
+def _context_axis(rank: int, world_size: int, size: int, patience: timedelta) -> Axis:
+    """The ranks that share rows with this one: neighbours by number, so on one machine if possible."""
+    if size == 1:
+        return NO_AXIS
+    mine = None
+    for first in range(0, world_size, size):  # every rank makes all groups
+        group = dist.new_group(list(range(first, first + size)), timeout=patience)
+        mine = group if first <= rank < first + size else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return Axis(rank % size, size, mine)
+
+
 def _store_arguments() -> dict[str, Any]:
     """Arguments of `init_process_group`: the store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -396,6 +415,8 @@ def out_of_memory(error: BaseException, config: TrainerBase) -> OutOfMemory | No
         ways.insert(0, f"lower micro_batch_size (now {config.micro_batch_size})")
     if not config.activation_checkpointing:
         ways.append("turn on activation_checkpointing")
+    if config.ranks > config.parallel.context:
+        ways.append(f"share rows among ranks (parallel.context, now {config.parallel.context})")
     ways.append(f"shard the model over more workers (now {config.ranks})")
     used = ""
     if torch.cuda.is_initialized():

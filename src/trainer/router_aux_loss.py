@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
+from cairn.trainer.attention.context import gather_tokens
+from cairn.trainer.group import NO_AXIS, Axis
 from cairn.trainer.losses import LossSums
 from cairn.trainer.packing import BatchCounts, MicroBatch
 
@@ -27,14 +29,14 @@ class Balance:
         coefficient: the loss's weight; with 0 nothing is computed.
     """
 
-    def __init__(self, model: PreTrainedModel, coefficient: float):
-        """Find transformers' function for the model.
+    def __init__(self, model: PreTrainedModel, coefficient: float, context: Axis = NO_AXIS):
+        """Find transformers' function for the model; ranks of `context` share the tokens of each row.
 
         Raises:
             UsageError: the model has no routers, or none that transformers computes the loss of.
         """
         self.coefficient = coefficient
-        self._model = model
+        self._model, self._context = model, context
         self._router_logits: tuple[torch.Tensor, ...] = ()
         if coefficient:
             self._of = _loss_function(model)
@@ -76,12 +78,21 @@ class Balance:
             of_batch = micro.tokens / counts.tokens
             logits, self._router_logits = self._router_logits, ()
             assert self._of is not None
+            if self._context.size > 1:
+                logits = self._of_whole_rows(logits, *micro.input_ids.shape)
             balance = self._of(logits, logits[0].shape[-1], self._experts_per_token, micro.is_token)
             loss = loss + balance * (self.coefficient * of_batch * ranks)
             sums.means[METRIC] = balance.detach() * (of_batch * max(counts.learned, 1))
         else:
             sums.means[METRIC] = torch.zeros_like(loss.detach())
         return loss
+
+    def _of_whole_rows(
+        self, logits: tuple[torch.Tensor, ...], rows: int, tokens: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Each layer's logits of all tokens, [R * T, experts], from those of own tokens, [R * S, experts]."""
+        own = torch.stack(logits).unflatten(1, (rows, -1))
+        return gather_tokens(own, self._context, tokens).flatten(1, 2).unbind()
 
     def _keep(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._router_logits = output.router_logits

@@ -89,7 +89,8 @@ class TrainerState:
         Raises:
             UsageError: the run asks for that, and the model has no routers.
         """
-        return Balance(self.policy.module, coefficient_of(self.policy.module, self.config))
+        coefficient = coefficient_of(self.policy.module, self.config)
+        return Balance(self.policy.module, coefficient, self.group.context)
 
     def check_model(self) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.

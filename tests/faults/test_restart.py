@@ -357,9 +357,13 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
 def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     shell: Shell, trained: Path, tmp_path: Path
 ):
-    """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time."""
+    """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time.
+
+    The two share the tokens of each row, so that each waits for the other in every layer.
+    """
     run = tmp_path / "run"
-    arguments = ("--workers", 2, "--ckpt.interval", 1, "--max-steps", 40, *HANG, "--output-dir", run)
+    arguments = ("--workers", 2, "--parallel.context", 2, "--ckpt.interval", 1, "--max-steps", 40)
+    arguments += (*HANG, "--output-dir", run)
     with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 10)
         first = read(run / "roles.json")["roles"]

@@ -537,11 +537,13 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
 def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
-    """On two ranks, with two updates a step; the steps after the checkpoint come out the same again."""
+    """On two ranks that share the tokens of each row, with two updates a step; the steps after the checkpoint
+    come out the same again. The server finds its own logprobs of each policy to be the trainer's."""
     run = tmp_path / "run"
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--trainer.workers", 2, "--trainer.updates-per-batch", 2, "--ckpt.interval", 3),
+        *("--trainer.parallel.context", 2),
         *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", 2),
         *("--trainer.critic.optimizer.lr", 1e-3, "--orchestrator.inference-url", server.url),
     )

@@ -1,16 +1,20 @@
-"""Optimiser steps of real models on one rank, on two that share it with FSDP2, and on two replicas of two."""
+"""Optimiser steps of real models on one rank, on two that share it with FSDP2, on two replicas of two, and on
+two pairs whose ranks share the tokens of each row."""
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import draws
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from families import FAMILIES, UNSHARED, make
 from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
@@ -32,16 +36,18 @@ from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
+from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.ppo_clip import PPOClip
-from cairn.trainer.models.model import build_model, weights
+from cairn.trainer.models.model import build_model, weights, weights_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
-from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.scoring.tokens import scoring
+from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.scoring.self_check import find_rows
+from cairn.trainer.scoring.tokens import Scorer, scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 from cairn.trainer.tasks.dpo import Reward
@@ -57,8 +63,13 @@ MODELS: dict[str, PreTrainedConfig] = {
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
     "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-WORLDS = {"one": (1, 1), "two": (2, 1), "replicas": (4, 2)}
-"""Numbers of ranks and of replicas."""
+WORLDS = {
+    1: {"one": {}},
+    2: {"two": {}},
+    4: {"replicas": {"replicas": 2}, "context": {"context": 2}},
+}
+"""How the ranks of so many processes are laid out, one time after the other."""
+NAMES = [world for worlds in WORLDS.values() for world in worlds]
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
 
@@ -104,10 +115,35 @@ class Watching(PPOClip):
                     yield parameter.unsharded_accumulated_grad
 
 
-def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
-    """What every rank does; the first writes down what came out."""
-    ranks, replicas = WORLDS[world]
-    group = join(rank, ranks, port, replicas=replicas)
+def run_rank(rank: int, ranks: int, ports: dict[str, int], folder: Path, families: list[str]) -> None:
+    """What every rank does in each layout; two of them also try whether they can share rows."""
+    for world, how in WORLDS[ranks].items():
+        run_in(world, join(rank, ranks, ports[world], **how), folder)
+    if families and ranks == 2:
+        group = join(rank, ranks, ports["families"], context=2)
+        found = {family: problem_of_sharing(family, folder / family, group) for family in families}
+        if rank == 0:
+            (folder / "families.json").write_text(json.dumps(found))
+        group.leave()
+
+
+def problem_of_sharing(family: str, folder: Path, group: RankGroup) -> str | None:
+    """Why the ranks can't share rows of a family's model, as it is told; None if they can."""
+    if group.rank == 0:
+        make(family, folder)
+    group.barrier()
+    model = build_model(folder, TrainerConfig(), group)
+    read_tensors(folder, weights_in(model, folder), "model", rank=group.rank)
+    try:
+        find_rows(Scorer(model, group.device), group, rounding="float32")
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def run_in(world: str, group: RankGroup, folder: Path) -> None:
+    """The first rank writes down what came out."""
+    rank, ranks = group.rank, group.world_size
     ranks_agree(group)
     if ranks > 1:
         gathered_layers_are_never_stale(group, folder / "untied", folder / f"gathered on {world}")
@@ -144,7 +180,7 @@ def gathered_layers_are_never_stale(group: RankGroup, model_folder: Path, folder
     after a pass that leaves layers gathered, and weights of an earlier step."""
     anew, kept = (start(group, model_folder, keep_gathered=keep) for keep in (False, True))
     rank, size = group.rank, group.world_size
-    micro = make_rank_batch(make_batch(), kept.config, rank=rank, world_size=size).micros[0]
+    micro = work_of(kept).micros[0]
     rows, scores = [], []
     for number in (1, 2):
         rows.append(step_of(kept, number))
@@ -188,8 +224,8 @@ def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
         work = make_rank_batch(
             batch,
             config,
-            rank=group.rank,
-            world_size=group.world_size,
+            rank=group.layout.data.rank,
+            world_size=group.layout.data.size,
             arrange=state.scorer.rows.arrange,
         )
         row = train_step(state, work, step, BradleyTerry())
@@ -204,14 +240,20 @@ def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerSta
     model = build_model(model_folder, config, group)
     read_tensors(model_folder, weights(model), "model")
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
-    return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+    state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+    if group.context.size > 1:
+        state.check_model()
+        assert state.scorer.attention.context == group.context
+    return state
 
 
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
-    router = {"router_aux_coef": 0.1} if model_folder.name == "experts" else {}
-    state = start(group, model_folder, **router)
-    config, model = state.config, state.policy.module
+    how: dict[str, object] = {"router_aux_coef": 0.1} if model_folder.name == "experts" else {}
+    if group.context.size > 1 and chunk_logits == WAYS["in chunks"]:
+        how["activation_checkpointing"] = True  # the ranks exchange again what is recomputed
+    state = start(group, model_folder, **how)
+    model = state.policy.module
     assert isinstance(model, FSDPModule) == (group.world_size > 1)
     state.scorer.method = replace(state.scorer.method, chunk_logits=chunk_logits)
     assert state.scorer.is_plain == (model_folder.name != "capped")
@@ -221,23 +263,29 @@ def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[d
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         own_units = [isinstance(module, FSDPModule) for module in (embeddings, head)]
         assert own_units == [head.weight is not embeddings.weight] * 2
-    work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
+    work = work_of(state)
+    with scoring(state.scorer):
+        logprobs = state.scorer.logprobs(work.micros[0], 0.8)
     loss = Watching(model)
     row = train_step(state, work, 1, loss)
     shards = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
     assert loss.held == [0] + [sum(shard.numel() for shard in shards)] * (len(work.micros) - 1)
     after = tensors_in_memory(model).items()
-    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
+    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
+    return row, whole | {"logprobs": logprobs}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what one rank and two ranks found."""
+    asked = [item for item in request.session.items if getattr(item, "originalname", "") == SHARING]
+    families = [item.callspec.params["family"] for item in asked]
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
-    for world, (ranks, _) in WORLDS.items():
-        started = start_ranks(run_rank, world, free_port(), folder, world_size=ranks)
+    for ranks, worlds in WORLDS.items():
+        ports = {world: free_port() for world in (*worlds, "families")}
+        started = start_ranks(run_rank, ranks, ports, folder, families, world_size=ranks)
         while not started.join():
             pass
     return folder
@@ -253,7 +301,7 @@ def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[st
 def test_any_ranks_make_the_step_of_one(found: Path, name: str):
     """Its loss, its gradient and its weights, with logits at once and in chunks."""
     reference_row, reference = result(found, name, "at once", "one")
-    for world in WORLDS:
+    for world in NAMES:
         for way in WAYS:
             row, after = result(found, name, way, world)
             assert row == pytest.approx(reference_row, rel=1e-4), (world, way)
@@ -262,11 +310,24 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
                 torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
 
 
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
+def test_two_ranks_can_share_rows_or_say_why_not(found: Path, family: str):
+    """And docs/models.md says so."""
+    problem = json.loads((found / "families.json").read_text())[family]
+    if family not in UNSHARED:
+        assert problem is None
+        return
+    assert re.match(rf"parallel.context = 2 can't serve \w+: .*({UNSHARED[family][1]})", problem)
+
+
+SHARING = test_two_ranks_can_share_rows_or_say_why_not.__name__
+
+
 def test_any_ranks_train_the_same_reward_model(found: Path):
     """Its head and all layers."""
     reference_row, reference = result(found, "reward", "at once", "one")
     assert reference["score.weight"].abs().min() > 0
-    for world in WORLDS:
+    for world in NAMES:
         row, after = result(found, "reward", "at once", world)
         assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6), world
         assert after.keys() == reference.keys()
@@ -275,14 +336,14 @@ def test_any_ranks_train_the_same_reward_model(found: Path):
 
 
 LAYOUTS = {
-    "one": (1, 1, "device"),
-    "one on host": (1, 1, "host"),
-    "two": (2, 1, "device"),
-    "two on host": (2, 1, "host"),
-    "four": (4, 1, "device"),
-    "replicas": (4, 2, "device"),
+    "one": (1, {}, "device"),
+    "one on host": (1, {}, "host"),
+    "two": (2, {}, "device"),
+    "two on host": (2, {}, "host"),
+    "context": (4, {"context": 2}, "device"),
+    "replicas": (4, {"replicas": 2}, "device"),
 }
-"""Ranks, replicas, and where the state is."""
+"""Ranks, how they are laid out, and where the state is."""
 OPTIMIZERS: dict[str, dict[str, object]] = {
     "adamw": {"eps": 1e-3},
     "adamw_8bit": {"type": "adamw_8bit", "eps": 1e-3},
@@ -297,8 +358,8 @@ TRAINED = [*(("untied", name) for name in OPTIMIZERS), ("experts", "muon")]
 def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
     """Steps once and writes model and optimiser state as a checkpoint has them."""
     adamw_8bit.FEWEST = 64
-    ranks, replicas, state_on = LAYOUTS[layout]
-    group = join(rank, ranks, port, replicas=replicas)
+    ranks, how, state_on = LAYOUTS[layout]
+    group = join(rank, ranks, port, **how)
     for model, name in TRAINED:
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
@@ -312,8 +373,8 @@ def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
 def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
     """Loads what another layout has saved, writes it again, and steps."""
     adamw_8bit.FEWEST = 64
-    ranks, replicas, state_on = LAYOUTS[layout]
-    group = join(rank, ranks, port, replicas=replicas)
+    ranks, how, state_on = LAYOUTS[layout]
+    group = join(rank, ranks, port, **how)
     for model, name in TRAINED:
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
@@ -328,9 +389,13 @@ def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
 
 
 def step_of(state: TrainerState, number: int) -> dict[str, float]:
-    group = state.group
-    work = make_rank_batch(make_batch(), state.config, rank=group.rank, world_size=group.world_size)
-    return train_step(state, work, number, PPOClip())
+    return train_step(state, work_of(state), number, PPOClip())
+
+
+def work_of(state: TrainerState) -> RankBatch:
+    """This rank's part of the batch."""
+    data = state.group.layout.data
+    return make_rank_batch(make_batch(), state.config, rank=data.rank, world_size=data.size)
 
 
 def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
@@ -365,8 +430,8 @@ def handed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 GOES_ON = [
     ("one", "replicas"),
-    ("two", "replicas"),
-    ("four", "replicas"),
+    ("two", "context"),
+    ("context", "replicas"),
     ("replicas", "replicas"),
     ("replicas", "two"),
     ("two", "two on host"),

@@ -30,18 +30,28 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
+from cairn.trainer.attention import choice
 from cairn.trainer.attention import kernels as kernels_module
 from cairn.trainer.attention.choice import (
     ALONE,
     BY_POSITIONS,
     Attention,
     Device,
+    check_context,
     choose,
     dense,
     make_attention,
 )
-from cairn.trainer.attention.kernels import NAMES, NotServed, by_samples, make_block_mask, torch_varlen
-from cairn.trainer.group import RankGroup
+from cairn.trainer.attention.context import by_masks, masks_of_rows, part_of_rows, widened
+from cairn.trainer.attention.kernels import (
+    NAMES,
+    KernelCall,
+    NotServed,
+    by_samples,
+    make_block_mask,
+    torch_varlen,
+)
+from cairn.trainer.group import Axis, RankGroup
 from cairn.trainer.losses import Likelihood, LossInputs
 from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.packing import MicroBatch, fill_rows
@@ -483,3 +493,70 @@ def test_saved_models_say_nothing_of_kernels(tmp_path: Path):
     before = companions(model, folder)["config.json"]
     make_attention("varlen", model).use(model)
     assert companions(model, folder)["config.json"] == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_the_tokens_of_each_row(ranks: int):
+    """Each learned token falls to the rank that has the token before it. What makes up a length that the
+    ranks can share equally is a sample of its own."""
+    micro = make_micro()
+    tokens = micro.input_ids.shape[1]
+    whole = widened(micro, ranks)
+    parts = [part_of_rows(micro, Axis(rank, ranks)) for rank in range(ranks)]
+    for name in ("input_ids", "position_ids"):
+        together = torch.cat([getattr(part, name) for part in parts], 1)
+        assert torch.equal(together, getattr(whole, name))
+        assert torch.equal(together[:, :tokens], getattr(micro, name))
+    before = micro.input_ids.flatten()[micro.learned - 1]
+    own = [torch.arange(len(before)) if part.own is None else part.own for part in parts]
+    assert torch.cat(own).sort().values.tolist() == list(range(len(before)))
+    for part, numbers in zip(parts, own, strict=True):
+        assert torch.equal(part.input_ids.flatten()[part.places], before[numbers])
+    begins = (whole.position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+    assert whole.bounds.tolist() == [*begins, whole.position_ids.numel()]
+    assert (whole.longest, whole.bounds.dtype) == (whole.bounds.diff().max(), torch.int32)
+    assert (tokens % ranks == 0) == (whole is micro)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"s_aux": torch.linspace(-1, 2, 4)}])
+def test_attention_with_masks_of_rows_is_that_of_each_sample(window: int | None, given: dict[str, Any]):
+    """The masks that ranks with the tokens of whole rows use where no kernel serves them."""
+    micro = make_micro()
+    rows, tokens = micro.input_ids.shape
+    draw = torch.Generator().manual_seed(0)
+    states = {
+        name: torch.randn(rows, heads, tokens, 16, generator=draw)
+        for name, heads in (("queries", 4), ("keys", 2), ("values", 2))
+    }
+    masks = masks_of_rows(micro, (None, window))
+    found, _ = by_masks(
+        torch.nn.Module(), *states.values(), None, sliding_window=window, row_masks=masks, **given
+    )
+    sinks = {"sinks": given["s_aux"]} if "s_aux" in given else {}
+    call = KernelCall(4, 2, 16, 16, torch.float32, None, window, given.get("softcap"), bool(sinks))
+    expected = choice._one_by_one(states | sinks, call, window, micro)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "why"),
+    [
+        ("qwen3", 3, "attention heads can't be shared equally"),
+        ("qwen3_next", 2, "layers of the kind linear_attention carry state"),
+        ("llama4", 2, "chunk"),
+        ("falcon_h1", 2, "layers of the kind hybrid"),
+    ],
+)
+def test_a_model_whose_rows_can_not_be_shared_is_refused(family: str, ranks: int, why: str):
+    with pytest.raises(UsageError, match=rf"^parallel.context = {ranks} can't serve .*: .*{why}"):
+        check_context(make_model(family), ranks)
+
+
+def test_dropout_may_not_depend_on_the_rank():
+    """A model that is not trained has none."""
+    model = make_model("qwen3")
+    model.add_module("dropout", torch.nn.Dropout(0.1))
+    with pytest.raises(UsageError, match="it has dropout"):
+        check_context(model, 2)
+    check_context(model.requires_grad_(False), 2)

@@ -348,6 +348,28 @@ def test_replicas_hold_copies_and_a_state_on_the_host_is_counted_there(folder: C
         assert host.counted == 4 * 16 * footprint.shard(shards)
 
 
+def test_ranks_that_share_rows_have_their_part_of_activations_and_logits(folder: Callable[..., Path]):
+    """And their shards of the weights as before. The model's heads are looked at."""
+    path = str(folder("qwen3"))
+    how = {"compute": "bfloat16", "activation_checkpointing": False}
+    alone, shared = (
+        rank_need(
+            footprint_of(path, **how, context=context),
+            config_of(workers=4, seq_len=4096, parallel={"context": context}),
+            ranks=4,
+            gpu=True,
+            chunk_logits=1 << 40,
+        )
+        for context in (1, 2)
+    )
+    for what in ("weights, float32", "moments", "weights gathered"):
+        assert part(shared, what) == part(alone, what)
+    assert part(shared, "activations of 1 x 4096 tokens on 2 ranks") == part(alone, "activations of") // 2
+    assert part(shared, "chunk of logits") < part(alone, "chunk of logits")
+    with pytest.raises(UsageError, match=r"parallel.context = 3 .* its \d+ attention heads can't be shared"):
+        footprint_of(path, **how, context=3)
+
+
 def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):

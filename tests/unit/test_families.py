@@ -15,7 +15,7 @@ import draws
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SERVED, make, make_config
+from families import FAMILIES, SERVED, UNSHARED, make, make_config
 from one_rank import joined, one_rank
 from runs import ABOUT
 from safetensors.torch import load_file
@@ -47,6 +47,7 @@ HEADINGS = (
     "tensors on disk",
     "resume",
     "opens in transformers",
+    "context",
     "server = trainer",
 )
 UPDATE = "`PYTHONPATH=tests python tests/unit/test_families.py` writes the table anew"
@@ -59,7 +60,7 @@ CLOSE = 2e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """A family's line in the table but its last column: what was found."""
+    """A family's line in the table but its last two columns: what was found."""
 
     rows: str
     disk: str
@@ -230,7 +231,9 @@ def assert_same(a: TrainerState, b: TrainerState) -> None:
 
 def line(family: str, verdict: Verdict) -> str:
     """The family's line in the table."""
-    cells = (family, FAMILIES[family].kind, *asdict(verdict).values(), SERVED.get(family, NOT_TRIED))
+    shared = UNSHARED[family][0] if family in UNSHARED else "yes"
+    cells = (family, FAMILIES[family].kind, *asdict(verdict).values(), shared)
+    cells += (SERVED.get(family, NOT_TRIED),)
     return f"| {' | '.join(cells)} |"
 
 

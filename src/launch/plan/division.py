@@ -99,7 +99,7 @@ def fastest_division(
     splits = splits_of(gpus, inference.size, cache, step=node)
     if node > 1 and inference.servers is not None:  # so many of a node's
         splits = [replace(one, servers=(gpus - one.ranks) // node * inference.servers) for one in splits]
-    splits = [one for one in splits if one.ranks % trainer.replicas == 0]
+    splits = [one for one in splits if trainer.problem_of_ranks(one.ranks) is None]
     if not splits:
         return None
     trained = count_models(folder, trainer.settled(gpu=True), machine)

@@ -118,10 +118,10 @@ def placed(
     Where there is no GPU, `gpus` stays as given.
 
     Raises:
-        UsageError: see `place`; or the ranks can't be divided among the replicas.
+        UsageError: see `place`; or the ranks can't be divided as the settings say.
     """
     placing = place(kind, config, machine, vllm, taken)
-    if problem := kind.trainer(config).problem_of_replicas(placing.workers or 1):
+    if problem := kind.trainer(config).problem_of_ranks(placing.workers or 1):
         raise UsageError(problem)
     trainer: dict[str, Any] = {"workers": placing.workers}
     if machine.has_gpus and not kind.trainer(config).ray.address:

@@ -156,6 +156,7 @@ class Worker:
                         float32_matmul=config.precision.float32_matmul,
                         device=device,
                         replicas=config.replicas,
+                        context=config.parallel.context,
                         hang_timeout=config.hang_timeout,
                     )
                     outcome = train(config, attempt, group)

@@ -32,7 +32,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
+from cairn.trainer.attention.context import NAMES as OVER_RANKS
+from cairn.trainer.attention.context import masks_of_rows, widened
 from cairn.trainer.attention.kernels import NAMES, KernelCall, make_block_mask
+from cairn.trainer.group import NO_AXIS, Axis
 from cairn.trainer.packing import Arrange, MicroBatch, fill_rows, one_a_row, shared_rows
 
 Kind = Literal["dense", "varlen", "flex"]
@@ -40,6 +43,8 @@ VARLEN_HEAD, FLEX_HEAD = 256, 16
 """Largest head of FlashAttention, and smallest of FlexAttention."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """What configurations call the dropout of attention."""
+DRAWN = ("dropout", "activation_dropout", "layerdrop", "router_jitter_noise", "input_jitter_noise")
+"""What they call other dropout and noise that is no module of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,31 @@ class Attention:
     """The attention of a model's layers; transformers knows it by `name`.
 
     windows: of each layer; None for a layer that sees all tokens before. calls: what layers have asked of the
-    kernel.
+    kernel. context: the ranks that share the tokens of each row.
     """
 
     kind: Kind
     name: str
     windows: tuple[int | None, ...] = (None,)
     calls: frozenset[KernelCall] = frozenset()
+    context: Axis = NO_AXIS
 
     def __str__(self) -> str:
         """As people are told: the kernel, and for which kinds of layers; of the model's own, its name."""
+        shared = f" on {self.context.size} ranks" if self.context.size > 1 else ""
         if self.kind == "dense":
-            return f"dense ({self.name})"
+            return f"dense{shared or f' ({self.name})'}"
         layers = sorted({_kind_of_layer(call) for call in self.calls})
-        return f"{self.kind} ({'; '.join(layers)})" if layers else self.kind
+        return f"{self.kind}{shared} ({'; '.join(layers)})" if layers else self.kind + shared
+
+    def over(self, context: Axis) -> "Attention":
+        """The same with the tokens of each row on the ranks of `context`."""
+        return replace(self, name=OVER_RANKS[self.kind], context=context)
+
+    @property
+    def alone(self) -> "Attention":
+        """The kernel itself, as one rank calls it."""
+        return replace(self, name=NAMES[self.kind], context=NO_AXIS) if self.kind != "dense" else self
 
     def use(self, model: PreTrainedModel) -> None:
         """Let the model's layers compute with it."""
@@ -69,13 +85,16 @@ class Attention:
 
     def arguments(self, micro: MicroBatch) -> dict[str, Any]:
         """What the model's forward has to hand to its layers for this micro-batch."""
+        axis = {}
+        if self.context.size > 1:
+            axis, micro = {"context_axis": self.context}, widened(micro, self.context.size)
         if self.kind == "varlen":
-            return {"sample_bounds": micro.bounds, "longest_sample": micro.longest}
+            return {"sample_bounds": micro.bounds, "longest_sample": micro.longest, **axis}
         if self.kind == "flex":
             tokens = micro.input_ids.numel()
             masks = {window or 0: make_block_mask(micro.bounds, tokens, window) for window in self.windows}
-            return {"block_masks": masks}
-        return {}
+            return {"block_masks": masks, **axis}
+        return {"row_masks": masks_of_rows(micro, self.windows), **axis} if axis else {}
 
 
 def _kind_of_layer(call: KernelCall) -> str:
@@ -132,8 +151,52 @@ def choose(
 
 def make_attention(kind: Literal["varlen", "flex"], model: PreTrainedModel) -> Attention:
     """Attention by this kernel."""
+    return Attention(kind, NAMES[kind], _windows_of(model))
+
+
+def over_ranks(kernel: Attention | None, model: PreTrainedModel, context: Axis) -> list[Attention]:
+    """The attentions to try, in this order, where ranks share the tokens of each row.
+
+    Args:
+        kernel: that `choose` prefers to the model's own attention.
+
+    Raises:
+        UsageError: none can serve the model.
+    """
+    check_context(model, context.size)
+    masks = Attention("dense", OVER_RANKS["dense"], _windows_of(model))
+    return [one.over(context) for one in (kernel, masks) if one]
+
+
+def check_context(model: PreTrainedModel, ranks: int) -> None:
+    """Check that so many ranks can share the tokens of the model's rows, as far as is known without trying.
+
+    Raises:
+        UsageError: they can't.
+    """
+    if ranks > 1 and (problem := _context_problem(model, ranks)):
+        raise UsageError(f"parallel.context = {ranks} can't serve {type(model).__name__}: {problem}")
+
+
+def _context_problem(model: PreTrainedModel, ranks: int) -> str | None:
     config = model.config.get_text_config()
-    return Attention(kind, NAMES[kind], tuple({None, getattr(config, "sliding_window", None)}))
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"layers of the kind {min(kinds)} carry state from token to token, or attend in another way"
+    if heads % ranks:
+        return f"its {heads} attention heads can't be shared equally; take a number that divides them"
+    if getattr(config, "sliding_window", None) and not model._supports_flash_attn:
+        return "it has windows that only its own masks know"
+    drawn = any(getattr(config, name, None) for name in DRAWN)
+    drawn = drawn or any(isinstance(one, torch.nn.Dropout) and one.p for one in model.modules())
+    if drawn and any(parameter.requires_grad for parameter in model.parameters()):
+        return "it has dropout or noise, whose draws for a token would depend on the rank that computes it"
+    return _problem(model)
+
+
+def _windows_of(model: PreTrainedModel) -> tuple[int | None, ...]:
+    return tuple({None, getattr(model.config.get_text_config(), "sliding_window", None)})
 
 
 def dense(model: PreTrainedModel) -> Attention:

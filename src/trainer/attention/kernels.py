@@ -117,7 +117,12 @@ def _widened(states: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(states, (0, missing)) if missing else states
 
 
-def _refuse(**arguments: Any) -> None:
+def refuse_arguments(**arguments: Any) -> None:
+    """Refuse what is asked of attention by an argument that it does not know.
+
+    Raises:
+        NotServed: an argument is given.
+    """
     for name, value in arguments.items():
         if value is not None and value is not True and not (name == "dropout" and value == 0.0):
             raise NotServed(f"a layer gives attention an argument that this kernel does not know: {name}")
@@ -171,8 +176,8 @@ def by_samples(kernel: Kernel) -> Callable[..., Result]:
         position_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> Result:
-        _refuse(attention_mask=attention_mask, dropout=dropout, is_causal=is_causal)
-        _refuse(softcap=softcap, s_aux=s_aux, position_bias=position_bias)
+        refuse_arguments(attention_mask=attention_mask, dropout=dropout, is_causal=is_causal)
+        refuse_arguments(softcap=softcap, s_aux=s_aux, position_bias=position_bias)
         if _calls is not None:
             sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
             _calls.add(KernelCall(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))
@@ -212,7 +217,9 @@ def by_blocks(
     **_: Any,
 ) -> Result:
     """transformers' attention function that computes with FlexAttention."""
-    _refuse(attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, position_bias=position_bias)
+    refuse_arguments(
+        attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, position_bias=position_bias
+    )
     if _calls is not None:
         sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
         _calls.add(KernelCall(*sizes, query.dtype, scaling, sliding_window, softcap, s_aux is not None))

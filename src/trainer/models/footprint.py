@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.model import LoraConfig
-from cairn.trainer.attention.choice import Device, caps_attention, choose
+from cairn.trainer.attention.choice import Device, caps_attention, check_context, choose
 from cairn.trainer.models.lora import adapt
 from cairn.trainer.models.model import layers_of
 
@@ -101,6 +101,7 @@ def footprint_of(
     capability: tuple[int, int] | None = None,
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto",
     lora: LoraConfig | None = None,
+    context: int = 1,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
@@ -110,9 +111,10 @@ def footprint_of(
     Args:
         capability: CUDA's, of the GPU that trains; None on a CPU.
         attention, lora: the settings of these names.
+        context: ranks that share the tokens of each row.
 
     Raises:
-        UsageError: the model can't have the attention that is asked for.
+        UsageError: the model can't have the attention that is asked for, or ranks can't share its rows.
         Exception: whatever transformers or the model's code raise; not every model runs without values.
     """
     dtype = DTYPES_IN_SETTINGS[compute]
@@ -124,6 +126,7 @@ def footprint_of(
         model.train()
         AttentionInterface.register(ATTENTION, _attend)
         kernel, _ = choose(attention, model, Device(capability, dtype))
+        check_context(model, context)
         if kernel or model.config._attn_implementation == "sdpa":
             dense = kernel is None and caps_attention(model)
             model.set_attn_implementation("eager" if dense else ATTENTION)

@@ -30,6 +30,7 @@ from cairn.model.hub_layout import Layout
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense
+from cairn.trainer.attention.context import part_of_rows
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, config_of
 from cairn.trainer.models.trained import Trained
@@ -114,6 +115,10 @@ class ValueModel(nn.Module):
     def set_attn_implementation(self, name: str) -> None:
         """Let the layers compute attention by this name."""
         self.decoder.set_attn_implementation(name)
+
+    @property
+    def _supports_flash_attn(self) -> bool:
+        return self.decoder._supports_flash_attn
 
     def _can_set_attn_implementation(self) -> bool:
         return self.decoder._can_set_attn_implementation()
@@ -243,10 +248,12 @@ class Valuer:
         return everywhere.view_as(micro.input_ids)[:, 1:]
 
     def _run(self, micro: MicroBatch, *, probe: bool) -> torch.Tensor:
-        ids, positions = micro.input_ids, micro.position_ids
+        part = part_of_rows(micro, self.attention.context)
+        ids, positions = part.input_ids, part.position_ids
         more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
-        places = micro.learned - 1
-        return self.model(places, probe=probe, input_ids=ids, position_ids=positions, **more)
+        return part.together(
+            self.model(part.places, probe=probe, input_ids=ids, position_ids=positions, **more)
+        )
 
     def prove(self, config: TrainerConfig, group: RankGroup, first: Rows) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.

@@ -31,6 +31,7 @@ from cairn.trainer.attention.choice import (
     Rows,
     choose,
     kernel_problem,
+    over_ranks,
 )
 from cairn.trainer.attention.kernels import KernelCall, noted
 from cairn.trainer.backends.fsdp2 import reshard
@@ -122,10 +123,14 @@ def find_rows(
     model = scorer.model
     own = scorer.attention
     # What keeps samples apart in a kernel is where they begin, and no mask.
-    ways = [_Way(kernel, rows) for rows in (BY_POSITIONS, ALONE)] if kernel else []
-    if not must_be_kernel:
+    shared = group.context.size > 1
+    tried = over_ranks(kernel, model, group.context) if shared else [kernel] if kernel else []
+    tried = tried[:1] if must_be_kernel else tried
+    ways = [_Way(attention, rows) for attention in tried for rows in (BY_POSITIONS, ALONE)]
+    if not must_be_kernel and not shared:
         ways += [_Way(own, rows) for rows in ROWS]
-    ways.sort(key=lambda way: (way.attention is own, way.rows.name != first))
+    order = [*tried, own]
+    ways.sort(key=lambda way: (order.index(way.attention), way.rows.name != first))
     samples = _make_samples(model.config)
     before, was_training = scorer.rows, model.training
     devices = [group.device] if group.device.type == "cuda" else []
@@ -155,6 +160,9 @@ def find_rows(
         logger.info("micro-batches can't be %s: %s", verdict.way, verdict.problem)
     safest = next(verdict for verdict in reversed(verdicts) if verdict.way.rows == ALONE)
     reason = f"{type(model).__name__} does not score samples of a micro-batch as if alone: {safest.problem}"
+    if shared:
+        size, name = group.context.size, type(model).__name__
+        raise UsageError(f"parallel.context = {size} can't serve {name}: {safest.problem}; leave it out")
     if must_pass:
         another = f"; attention = {kernel.kind!r} is asked for, and others are not tried" if kernel else ""
         raise UsageError(
@@ -206,7 +214,7 @@ class _Check:
             with noted() as self.calls:
                 problem = self._problem(way.rows)
             for call in () if problem else self.calls:
-                problem = problem or kernel_problem(way.attention, call, self.group.device)
+                problem = problem or kernel_problem(way.attention.alone, call, self.group.device)
         except Exception as error:  # a model may refuse masks in any way
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             problem = f"the model's forward pass fails ({reason[:200]})"

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Rows, dense
+from cairn.trainer.attention.context import RowsPart, part_of_rows
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.scoring import entropy
@@ -97,11 +98,12 @@ class Scorer:
             of_all_logits: the same from logits.
         """
         learned = micro.learned
-        tokens = micro.input_ids.flatten()[learned]
+        part = part_of_rows(micro, self.attention.context)
+        tokens = part.of_own(micro.input_ids.flatten()[learned])
         found: list[torch.Tensor] = []
 
         def select(head: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-            found.append(inputs[0].flatten(0, -2)[learned - 1])
+            found.append(inputs[0].flatten(0, -2)[part.places])
             return inputs[0][:, :0] if self.is_plain else found[0][None]
 
         def score(head: nn.Linear, inputs: tuple[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
@@ -114,22 +116,23 @@ class Scorer:
                 # Before FSDP2's hook, which takes the result for the begin of the backward pass.
                 hooks.append(self.head.register_forward_hook(score, prepend=True))
         try:
-            result = self._run(micro)
+            result = self._run(micro, part)
         finally:
             for hook in hooks:
                 hook.remove()
         if self.is_plain:
             values = result
         else:
-            logits = result[0] if self.head is not None else result.flatten(0, 1)[learned - 1]
+            logits = result[0] if self.head is not None else result.flatten(0, 1)[part.places]
             values = of_all_logits(logits, tokens, temperature)
+        values = part.together(values)
         before, shape = values.shape[:-1], micro.input_ids.shape
         everywhere = values.new_zeros(*before, shape.numel()).index_copy(-1, learned, values)
         return everywhere.view(*before, *shape)[..., 1:]
 
-    def _run(self, micro: MicroBatch) -> torch.Tensor:
+    def _run(self, micro: MicroBatch, part: RowsPart) -> torch.Tensor:
         # Models tell samples apart by their positions only if they keep no cache.
-        ids, positions = micro.input_ids, micro.position_ids
+        ids, positions = part.input_ids, part.position_ids
         more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
         return self.model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
 
@@ -140,7 +143,8 @@ class Scorer:
         hook = head.register_forward_hook(lambda *_: ours)
         try:
             two_tokens = Sample(np.arange(2, dtype=np.int32), np.ones(2, bool))
-            logits = self._run(fill_rows([[two_tokens]]).to(device))
+            micro = fill_rows([[two_tokens]]).to(device)
+            logits = self._run(micro, part_of_rows(micro, self.attention.context))
         finally:
             hook.remove()
             reshard(self.model)
