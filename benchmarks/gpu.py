@@ -77,6 +77,7 @@ SHAPES = {
     "0.6b-16k": Shape(SMALL, 16384, 4, 1, 256, 8192),
     "1.7b": Shape(MEDIUM, 4096, 8, 1, 256, 1024),
     "4b-16k": Shape(MIDDLE, 16384, 2, 1, 256, 8192, flags=CHECKPOINTED),
+    "4b-32k-on-2": Shape(MIDDLE, 32768, 1, 1, 256, 8192, flags=(*CHECKPOINTED, "parallel.context=2")),
     "8b": Shape(LARGE, 4096, 4, 1, 256, 1024, flags=CHECKPOINTED),
 }
 

@@ -81,6 +81,13 @@ PARTS = {
         60,
         gpus=8,
     ),
+    "sft_context": Part(
+        "rows of 32,768 tokens that every two GPUs share",
+        f"{GPU} --parts sft --shapes 4b-32k-on-2",
+        f"{GPU} --quick --parts sft",
+        30,
+        gpus=2,
+    ),
     "restart": Part(
         "a killed rank, with and without spares",
         "benchmarks/recovery.py --json --repeats 2 --goodput-steps 0 --shape 0.6b "
@@ -134,6 +141,12 @@ CLAIMS = (
     Claim("sft_large: shapes/8b/sft/mfu", low=0.15, gpus=HOPPER, predicted="0.24 to 0.28"),
     Claim(
         "sft_large: shapes/4b-16k/sft/mfu", low=0.15, gpus=HOPPER, predicted="5,500 to 6,500 tokens/s a GPU"
+    ),
+    Claim(
+        "sft_context: shapes/4b-32k-on-2/sft/mfu",
+        low=0.12,
+        gpus=HOPPER,
+        predicted="0.18 to 0.25: of 4b-16k what the exchange around attention leaves, which nothing hides",
     ),
     Claim("rl_*: shapes/8b/rl/push_s", high=20, gpus=HOPPER, predicted="7 to 10, paused for 3 to 4"),
     Claim("rl_*: shapes/8b/rl/trainer_idle", high=0.5, gpus=HOPPER, predicted="ranks busy 72 % of the time"),
