@@ -37,24 +37,27 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 HERE = Path(__file__)
-PRELOADED = ("torch", "transformers", "pyarrow.parquet")
+PRELOADED = ("torch", "transformers", "pyarrow.parquet", "transformers.models.qwen3.modeling_qwen3")
+"""The last is the model of configs/reverse_text."""
 NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
 """What the modules of ours have in them that do something when they are imported, or import vLLM."""
 IMPORTS_OURS = re.compile(r"(?:from|import) cairn\b")
 PREFLIGHT = "launch.plan.preflight"
 WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
-FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT)
+WRITER = "checkpoint.saving.writer"
+FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
-    "MASTER_",
+    *("MASTER_", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
 )
 """The beginnings of variables that are not read, once and for all, when modules are imported."""
 KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"
@@ -124,6 +127,41 @@ class ForkServer:
                 _libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
+class HelperServer:
+    """The asking side of a process of pytest's, for the helpers that the code under test starts there.
+
+    start_server: is called for the first of them. environment: that process's; commands have variables beside
+    these, which make no difference to helpers.
+    """
+
+    name = ""
+
+    def __init__(self, start_server: Callable[[], ForkServer], environment: dict[str, str]):
+        self._start_server = start_server
+        self._environment = environment
+
+    def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
+        """Only helpers: tests that start another program themselves have their reasons."""
+        if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER):
+            return False
+        server = self._start_server()
+        for name in server.environment.keys() - self._environment.keys():
+            environment = {name: server.environment[name], **environment}
+        for name, value in self._environment.items():
+            if environment.get(name) == value:
+                environment = {**environment, name: server.environment[name]}
+        return server.takes(program, environment, files)
+
+    def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
+        """As a fork server does, but returns when the process has its name: as after an exec."""
+        pid = self._start_server().start(request, files)
+        name = os.fsencode(request["program"][2])
+        with contextlib.suppress(OSError):  # it has ended
+            while (shown := Path(f"/proc/{pid}/cmdline").read_bytes()) and name not in shown:
+                time.sleep(0.002)
+        return pid
+
+
 def _is_command(program: Path) -> bool:
     try:
         return program.name != "python" and "from cairn." in program.read_text()
@@ -157,7 +195,7 @@ def launch(environment: dict[str, str], cwd: Path, of: ForkServer | None = None)
     return ForkServer(here, name, environment, has_vllm=of is not None)
 
 
-def through(server: ForkServer) -> Callable[..., int]:
+def through(server: "ForkServer | HelperServer") -> Callable[..., int]:
     """A function to replace the one with which `subprocess` executes programs."""
 
     def fork(
@@ -178,14 +216,15 @@ def through(server: ForkServer) -> Callable[..., int]:
             environment = {name: value for name, _, value in decoded}
         streams = [default if file == -1 else file for default, file in enumerate((stdin, stdout, stderr))]
         if group != -1 or not server.takes(program, environment, streams):
-            arguments = [
-                re.sub(
-                    rb"^(--python_worker_command=\S+) (?=-m )",
-                    rb"\1 -I -S " + os.fsencode(HERE) + b" " + server.name.encode() + b" ",
-                    os.fsencode(argument),
-                )
-                for argument in arguments
-            ]
+            if server.name:
+                arguments = [
+                    re.sub(
+                        rb"^(--python_worker_command=\S+) (?=-m )",
+                        rb"\1 -I -S " + os.fsencode(HERE) + b" " + server.name.encode() + b" ",
+                        os.fsencode(argument),
+                    )
+                    for argument in arguments
+                ]
             return _execute(arguments, executables, close_fds, keep, cwd, variables, *rest)
         kept = [file for file in keep if file != errors]
         request = {
@@ -229,14 +268,15 @@ _chosen = _Chosen()
 
 
 @contextlib.contextmanager
-def forking(server: ForkServer | None) -> Generator[None]:
+def forking(server: "ForkServer | HelperServer | None") -> Generator[None]:
     """While it lasts, `subprocess` forks in this thread what the server takes."""
     subprocess._fork_exec = lambda *arguments: _chosen.execute(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+    before = _chosen.execute
     _chosen.execute = _execute if server is None else through(server)
     try:
         yield
     finally:
-        _chosen.execute = _execute
+        _chosen.execute = before
 
 
 # Messages
@@ -435,6 +475,7 @@ def run(request: dict[str, Any]) -> None:
         _forget_torch()
     if program[1:2] == ["-m"]:
         sys.argv, sys.path[0] = program[2:], os.getcwd()
+        sys.modules.pop(program[2], None)  # of a module that is imported already, runpy warns
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)
     elif program[1:2] == ["-c"] or _spawned(program):
         at = program.index("-c")
@@ -494,6 +535,8 @@ def _close_all_but(files: Sequence[int]) -> None:
 def _new_process(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
     become(request, files)
     if request["program"][1:2] == [str(HERE)]:  # it closes all files of this process, and is itself a server
+        return request
+    if request["program"][1:3] == ["-m", f"cairn.{WRITER}"]:  # it starts nothing
         return request
     return own_server() or request
 

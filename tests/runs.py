@@ -29,7 +29,7 @@ import psutil
 import pytest
 import torch
 import torch.multiprocessing
-from fork_server import ForkServer
+from fork_server import ForkServer, HelperServer
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
@@ -41,6 +41,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/reverse_text"
 DEADLINE = 240.0
 """Seconds after which a test gives up waiting."""
+AT_FIRST = dict(os.environ)
+"""The environment of pytest, before a test changes it."""
 LOWEST_PORT = 20_000
 """Of those that `free_port` draws."""
 
@@ -74,13 +76,23 @@ class Finished:
 @functools.cache
 def _fork_server() -> ForkServer:
     """The one that this process of pytest's starts commands with."""
-    return fork_server.launch(environment_of_commands(), REPOSITORY)
+    return fork_server.launch(environment_of_commands(AT_FIRST), REPOSITORY)
 
 
 @functools.cache
 def _fork_server_with_vllm() -> ForkServer:
     """The one for commands that start a server."""
-    return fork_server.launch(environment_of_commands(), REPOSITORY, of=_fork_server())
+    return fork_server.launch(environment_of_commands(AT_FIRST), REPOSITORY, of=_fork_server())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_helpers() -> Iterator[None]:
+    """Writers of checkpoints and preflight are forks, where a process of pytest's has many tests to run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with fork_server.forking(HelperServer(_fork_server, AT_FIRST)):
+        yield
 
 
 @contextlib.contextmanager
@@ -166,7 +178,7 @@ class Command:
     def family(self) -> set[tuple[int, str]]:
         """All descendants seen so far, as process id and start time; call it regularly."""
         processes = _processes()
-        known = {self.process.pid} | {pid for pid, _ in self.survivors()}
+        known = {self.process.pid} | {pid for pid, _ in self._alive(processes)}
         while found := {pid for pid, (_, parent) in processes.items() if parent in known} - known:
             self._family |= {(pid, processes[pid][0]) for pid in found}
             known |= found
@@ -174,7 +186,9 @@ class Command:
 
     def survivors(self) -> set[tuple[int, str]]:
         """Descendants that are still alive."""
-        processes = _processes()
+        return self._alive(_processes())
+
+    def _alive(self, processes: Mapping[int, tuple[str, int]]) -> set[tuple[int, str]]:
         return {(pid, started) for pid, started in self._family if processes.get(pid, ("", 0))[0] == started}
 
     def workers(self) -> list[int]:
@@ -249,28 +263,26 @@ class Shell:
         return finished.output
 
 
-def environment_of_commands() -> dict[str, str]:
-    """What commands have in their environment, but for their cache folder."""
+def environment_of_commands(ours: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What commands have in their environment, but for their cache folder; `ours` is that of pytest."""
     environment = {
-        **os.environ,
+        **ours,
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(vllm_cache()),
+        "VLLM_CACHE_ROOT": str(vllm_cache(ours)),
         # For environments that tests bring along.
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), ours.get("PYTHONPATH")])),
     }
     environment.pop("CAIRN_INFERENCE_TOKEN", None)
     return environment
 
 
-def vllm_cache() -> Path:
+def vllm_cache(ours: Mapping[str, str] = os.environ) -> Path:
     """Where vLLM notes what it knows of its model classes: without it, a server takes ten seconds longer.
 
     It is the user's own also where commands have another cache folder.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm")
+    home = Path(ours.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(ours.get("VLLM_CACHE_ROOT") or home / "vllm")
 
 
 def free_port() -> int:
@@ -292,7 +304,13 @@ def free_port() -> int:
 
 forkable = multiprocessing.get_context("forkserver")
 """Starts processes as forks of one that has imported torch, transformers and Cairn, which takes seconds."""
-forkable.set_forkserver_preload(["cairn.trainer.models.model", "toy"])
+forkable.set_forkserver_preload(
+    [
+        *("toy", "cairn.trainer.models.model", "cairn.tools.ckpt_formats"),
+        *("cairn.formats.dcp.dcp_writer", "cairn.formats.huggingface.hf_trainer_writer"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    ]
+)
 
 
 _one_thread = threading.Lock()

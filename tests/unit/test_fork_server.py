@@ -116,7 +116,8 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     (role, *_) = (f"cairn.{name}" for name in fork_server.FORKED)
     assert takes("sft", "@", "x.toml")
     assert takes("python", "-m", role, CAIRN_FAULT="x", RAY_AUTH_MODE="token")
-    assert not takes("python", "-m", "cairn.checkpoint.saving.writer")
+    assert takes("python", "-m", "cairn.checkpoint.saving.writer", "7")
+    assert not takes("python", "-m", "cairn.launch.slurm.wait_for_nodes")
     assert not takes("python", "scripts/chaos.py")
     assert takes("python", "-c", "from cairn.launch import main")
     assert not takes("python", "-c", "import torch")
@@ -219,7 +220,8 @@ def test_how_a_fork_ends(with_vllm: ForkServer, tmp_path: Path, end: str, code: 
 
 def test_all_that_is_forked_is_there():
     """And is started somewhere as `python -m`."""
-    sources = "\n".join(file.read_text() for file in (runs.REPOSITORY / "src").rglob("*.py"))
+    files = (runs.REPOSITORY / "src").rglob("*.py")
+    sources = re.sub(r"\s+", " ", " ".join(file.read_text() for file in files))
     for name in fork_server.FORKED:
         assert importlib.util.find_spec(f"cairn.{name}"), name
         assert re.search(rf'"-m", "cairn\.{re.escape(name)}"', sources), name
