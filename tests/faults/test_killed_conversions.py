@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from families import make, make_model
@@ -116,9 +117,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(EXPORTERS))
+@pytest.mark.parametrize("name", draws.cases(sorted(EXPORTERS), __name__, 3, always=["hf"]))
 def test_an_export_that_is_killed(place: Place, name: str):
-    """After some bytes, when all is written, and when all is durable, in each format."""
+    """After some bytes, when all is written, and when all is durable, in each format that a commit draws."""
     step, out = place.store("run").folder(2), place.folder / "out"
     export = ("export", step, out, "--format", name, "--shard-size", "64K")
     if place.ckpt(*export):
