@@ -4,7 +4,7 @@ two pairs whose ranks share the tokens of each row."""
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +291,28 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+Stage = tuple[int, Callable[..., None], tuple[str, ...]]
+"""How many ranks call a function, and what it is given after the rank."""
+
+
+def go_through(plan: list[Stage], folder: Path) -> None:
+    """Go through all stages with the same processes, which join another group for each.
+
+    Most of what a rank costs is what PyTorch does for the first time in its process.
+    """
+    ports = [free_port() for _ in plan]
+    started = start_ranks(take_part, plan, ports, folder, world_size=max(ranks for ranks, _, _ in plan))
+    while not started.join():
+        pass
+
+
+def take_part(rank: int, plan: list[Stage], ports: list[int], folder: Path) -> None:
+    """What one process does of it; rank 0 takes part in all stages, so they come one after the other."""
+    for (ranks, function, names), port in zip(plan, ports, strict=True):
+        if rank < ranks:
+            function(rank, *names, port, folder)
+
+
 def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """Metrics and weights as the ranks wrote them down."""
     stem = folder / f"{name} {way} {world}"
@@ -419,12 +441,8 @@ def handed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for model in ("untied", "experts"):
         random_model(MODELS[model]).save_pretrained(folder / model)
-    for function, plan in ((save_after_a_step, [(name,) for name in LAYOUTS]), (go_on, GOES_ON)):
-        for names in plan:
-            ranks = LAYOUTS[names[0]][0]
-            started = start_ranks(function, *names, free_port(), folder, world_size=ranks)
-            while not started.join():
-                pass
+    saves: list[Stage] = [(ranks, save_after_a_step, (name,)) for name, (ranks, _, _) in LAYOUTS.items()]
+    go_through([*saves, *((LAYOUTS[names[0]][0], go_on, names) for names in GOES_ON)], folder)
     return folder
 
 
