@@ -22,7 +22,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -147,10 +146,10 @@ class Job:
         wait_for_end(role["pid"] for role in self.roles().values())
 
     def _start(self, more: list[str]) -> subprocess.Popen:
-        program = Path(sys.executable).parent / self.arguments[0]
+        name, *flags = self.arguments
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [str(program), *self.arguments[1:], *more],
+                common.command(name, (*flags, *more)),
                 cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
