@@ -228,6 +228,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def _ranks_divide(self) -> "TrainerBase":
         if self.workers is not None and (problem := self.problem_of_ranks(self.workers)):
             raise ValueError(problem)
+        if self.lora and self.lora.dropout and self.parallel.context > 1:
+            raise ValueError(
+                f"lora.dropout = {self.lora.dropout} beside parallel.context = {self.parallel.context}: what "
+                "is dropped of a token would depend on the rank that computes it; leave one out"
+            )
         if self.compile and self.parallel.context > 1:
             raise ValueError(
                 f"compile beside parallel.context = {self.parallel.context}: a compiled layer can't exchange "

@@ -246,6 +246,8 @@ def test_ranks_are_divided_among_replicas():
         placed(KINDS["sft"], load(SFTConfig, ["--replicas", "2"]), machine(0))
     with pytest.raises(UsageError, match=r"parallel.context = 3 does not divide the ranks .*: workers = 4"):
         placed(KINDS["sft"], load(SFTConfig, ["--parallel.context", "3"]), machine(4))
+    with pytest.raises(UsageError, match=r"lora.dropout = 0.1 beside parallel.context = 2: .* leave one out"):
+        load(SFTConfig, ["--parallel.context", "2", "--lora.dropout", "0.1"])
     with pytest.raises(UsageError, match=r"compile beside parallel.context = 2: .* leave one out"):
         load(SFTConfig, ["--parallel.context", "2", "--compile"])
 

@@ -271,17 +271,17 @@ def _model(draft: Draft) -> Draft:
     return draft.having(model=model, config=draft.config.sharing(model=ModelConfig(name=model)))
 
 
-def _frozen_weights(draft: Draft) -> Draft:
-    """Names of weights, which take the model's code: it is imported with torch, only if names are given."""
+def _parts_of_the_model(draft: Draft) -> Draft:
+    """What takes the model's code, such as names of weights: it is imported with torch, only if needed."""
     if not draft.model:
         return draft
     with importing():
-        from cairn.trainer.models.model import check_freeze
+        from cairn.trainer.models.model import check_parts
         from cairn.trainer.models.value_model import ValueModel
 
     remade = partial(ValueModel, bias=False) if draft.trainer.task == "reward" else lambda model: model
     try:
-        check_freeze(Path(draft.model), draft.trainer.freeze, remade)
+        check_parts(Path(draft.model), draft.trainer, remade)
     except UsageError as error:
         raise UsageError(f"{draft.kind.flags('trainer')}{error}") from None
     return draft
@@ -431,8 +431,8 @@ STEPS = (
         touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
     ),
     PlanStep(
-        "frozen weights", _frozen_weights, RUNS, needs=("model",),
-        when=lambda draft: bool(draft.trainer.freeze),
+        "frozen weights and shared rows", _parts_of_the_model, RUNS, needs=("model",),
+        when=lambda draft: bool(draft.trainer.freeze) or draft.trainer.parallel.context > 1,
     ),
     PlanStep(
         "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),

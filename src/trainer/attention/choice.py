@@ -175,7 +175,12 @@ def check_context(model: PreTrainedModel, ranks: int) -> None:
         UsageError: they can't.
     """
     if ranks > 1 and (problem := _context_problem(model, ranks)):
-        raise UsageError(f"parallel.context = {ranks} can't serve {type(model).__name__}: {problem}")
+        raise UsageError(f"parallel.context = {ranks} can't serve {_name_of(model)}: {problem}")
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """As its makers call it; FSDP2 makes a class of its own."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _context_problem(model: PreTrainedModel, ranks: int) -> str | None:

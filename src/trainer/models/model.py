@@ -22,7 +22,7 @@ from cairn.model.described import FILE_NAME, about_model, carried_over, companio
 from cairn.model.hub_layout import layout_of, tensors_in_memory, tied_apart
 from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.choice import caps_attention
+from cairn.trainer.attention.choice import caps_attention, check_context
 from cairn.trainer.backends.backend import make_backend
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
@@ -98,18 +98,20 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         raise UsageError(f"freeze = {list(patterns)} leaves no weight of {type(model).__name__} to train")
 
 
-def check_freeze(
-    folder: Path, patterns: Sequence[str], remade: Callable[[PreTrainedModel], Any] = lambda model: model
+def check_parts(
+    folder: Path, config: TrainerBase, remade: Callable[[PreTrainedModel], Any] = lambda model: model
 ) -> None:
-    """Check `freeze` by the names of the weights of the model in `folder`; none are read.
+    """Check settings by what the model in `folder` consists of; its weights are not read.
 
     Args:
         remade: as for `build_model`.
 
     Raises:
-        UsageError: as `freeze` does.
+        UsageError: `freeze` names no weights, or ranks can't share the model's rows.
     """
-    freeze(remade(_outline(load_config(folder))), patterns)
+    model = _outline(load_config(folder))
+    check_context(model, config.parallel.context)
+    freeze(remade(model), config.freeze)
 
 
 def _outline(config: PreTrainedConfig) -> PreTrainedModel:

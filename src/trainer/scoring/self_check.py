@@ -161,7 +161,7 @@ def find_rows(
     safest = next(verdict for verdict in reversed(verdicts) if verdict.way.rows == ALONE)
     reason = f"{type(model).__name__} does not score samples of a micro-batch as if alone: {safest.problem}"
     if shared:
-        size, name = group.context.size, type(model).__name__
+        size, name = group.context.size, type(model).__name__.removeprefix("FSDP")
         raise UsageError(f"parallel.context = {size} can't serve {name}: {safest.problem}; leave it out")
     if must_pass:
         another = f"; attention = {kernel.kind!r} is asked for, and others are not tried" if kernel else ""
