@@ -57,7 +57,7 @@ FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
-    *("MASTER_", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
+    *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
 )
 """The beginnings of variables that are not read, once and for all, when modules are imported."""
 KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"

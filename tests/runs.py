@@ -95,6 +95,19 @@ def forked_helpers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What code under test leaves in the environment, such as OMP_NUM_THREADS, is gone after its test.
+
+    Else all later tests of this process would have it, and their commands would be executed.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in before.items() if os.environ.get(name) != value)
+
+
 @contextlib.contextmanager
 def forking_servers() -> Iterator[dict[str, str]]:
     """Let this thread fork what it starts of vLLM and Cairn; gives the environment of commands."""
