@@ -213,6 +213,18 @@ def evaluated(steps: int, every: int, result: Any, **how: Any) -> list[dict]:
             ["differ by 0.2", "inference.dtype"],
         ),
         (
+            "largest gaps",
+            rows(8, **{"mismatch/logprob_max": 12.5, "mismatch/logprob": 0.004}),
+            {},
+            ["in half of steps 1 to 8", "differs by 12.5", "trainer.keep_tokens_gb"],
+        ),
+        (
+            "largest gaps",
+            rows(8, **{"mismatch/logprob_max": 6.0, "staleness/max": 1}),
+            {},
+            ["differs by 6 ", "max_off_policy_steps = 0"],
+        ),
+        (
             "evaluation 'sums' falls",
             evaluated(40, 8, lambda done: 0.5 if done < 0.5 else 0.3, **{"reward/mean": lambda done: done}),
             {},
@@ -290,6 +302,15 @@ def test_a_policy_that_has_learned_its_task_may_be_sure_of_it():
         40, entropy=lambda done: 1.5 - 1.49 * done, **{"reward/mean": lambda done: 0.1 + 0.8 * done}
     )
     assert found(learned) == {}
+
+
+def test_gaps_that_rounding_makes_are_none_and_neither_is_one_odd_answer():
+    """In float32 and bfloat16, and a policy that has learned something since its answers were sampled."""
+    for largest, mean in ((8e-5, 4.5e-7), (0.9, 7.5e-3), (3.0, 0.05)):
+        assert found(rows(8, **{"mismatch/logprob_max": largest, "mismatch/logprob": mean})) == {}
+    odd = over(8, **{"mismatch/logprob_max": lambda done: 14.0 if done > 0.7 else 0.4})
+    assert found(odd) == {}
+    assert found(rows(3, **{"mismatch/logprob_max": 14.0})) == {}
 
 
 def test_taking_turns_is_no_wait_that_anybody_could_end():
@@ -404,7 +425,7 @@ NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "drop
     "env/a/groups/unlearned", "env/a/rollout/cut_off", "env/a/reward/score/mean", "env/a/reward/acc/mean",
     "env/a/reward/mean", "reward/score/mean", "rollout/malformed_calls", "rollout/tool_calls",
     "servers/foreign_weights", "entropy", "kl/reference", "ratio/clipped", "mismatch/logprob",
-    "eval/a/reward",
+    "mismatch/logprob_max", "staleness/max", "eval/a/reward",
     "eval/a/step", "validation/a/loss", "groups/dropped", "run/restarts", "run/restarts/trainer",
     "run/goodput",
     "time/save", "time/save_stall"])  # fmt: skip

@@ -4,7 +4,7 @@
 that grows. Whoever shows a run asks here, so that the terminal, a command and a page say the same.
 """
 
-from cairn.run.diagnosis.drift import EntropyCollapse, EvaluationFalls, Overfitting, PolicyDrift
+from cairn.run.diagnosis.drift import EntropyCollapse, EvaluationFalls, LargestGaps, Overfitting, PolicyDrift
 from cairn.run.diagnosis.rule import Diagnosis, DiskRoom, Finding, Rule, RuleInput, findings
 from cairn.run.diagnosis.rules import (
     AnswersCutOff,
@@ -35,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     SummedScores(),
     EntropyCollapse(),
     PolicyDrift(),
+    LargestGaps(),
     EvaluationFalls(),
     Overfitting(),
     WhoWaits(),

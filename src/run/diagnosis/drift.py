@@ -113,6 +113,34 @@ class PolicyDrift:
             )
 
 
+class LargestGaps:
+    """Single tokens about whose logprobs trainer and servers differ by more than rounding can make."""
+
+    window = 8
+    fewest = 4
+    """Steps before a median counts."""
+    gaps = (5.0, 10.0)
+    """Nats: of the largest gap of a step, the median of the steps, so that one odd answer is no finding. They
+    are ratios of 150 and of 22,000. In bfloat16 a logprob is off by about 3 % of 1 + its size (`ROUNDING` in
+    messages.py), also for a token of one in a million by less than one nat."""
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        gaps = sorted(seen.values("mismatch/logprob_max"))
+        middle = gaps[len(gaps) // 2] if len(gaps) >= self.fewest else 0.0
+        if not (level := level_of(middle, self.gaps)):
+            return
+        stale = max(seen.values("staleness/max"), default=0.0) > 0
+        older = "; part of it may be learned meanwhile, unless orchestrator.max_off_policy_steps = 0"
+        yield Finding(
+            "largest gaps",
+            level,
+            f"in half of {seen.steps} the logprob of some token differs by {middle:.3g} or more between "
+            "trainer and servers; rounding makes less than 1",
+            "With trainer.keep_tokens_gb, dash colours tokens by the gap: are they of one kind, or of one "
+            f"answer? trainer.loss.importance bounds what such tokens do{older if stale else ''}",
+        )
+
+
 class EvaluationFalls:
     """Reward in training that rises while an evaluation of the same run falls."""
 
