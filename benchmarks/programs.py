@@ -96,6 +96,7 @@ class Servers:
         affinity: int,
         versions: Collection[str],
         began: str | None = None,
+        sessions: Sequence[int] = (),
     ) -> list[Generation]:
         """After about the same time each."""
         self.requests += 1

@@ -148,6 +148,7 @@ class Servers:
         affinity: int,
         versions: Collection[str],
         began: str | None = None,
+        sessions: Sequence[int] = (),
     ) -> list[Generation]:
         assert params.n == 1
         if self.log:

@@ -40,7 +40,7 @@ class Continuation(msgspec.Struct):
             return [VersionSpan(adapter.version, 0, len(self.token_ids))] if self.token_ids else []
         return self.weight_versions or []
 
-    def generation(self, adapter: ServedAdapter | None) -> Generation:
+    def generation(self, adapter: ServedAdapter | None, cached: int = 0) -> Generation:
         """The continuation.
 
         Raises:
@@ -58,15 +58,35 @@ class Continuation(msgspec.Struct):
             raise ValueError(f"weight versions of {covered} tokens out of {len(self.token_ids)}")
         logprobs = [token.logprob for token in content]
         stop = self.stop_reason if isinstance(self.stop_reason, str) else None
-        return Generation(self.token_ids, logprobs, spans, self.finish_reason, stop)
+        return Generation(self.token_ids, logprobs, spans, self.finish_reason, stop, cached)
+
+
+class PromptTokens(msgspec.Struct):
+    """cached_tokens: of the prompt, whose keys and values were there."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """What a request has cost."""
+
+    prompt_tokens_details: PromptTokens | None = None
 
 
 class ServerAnswer(msgspec.Struct):
-    """An answer to a request. prompt_logprobs: by token, None for the first one; if they were asked for."""
+    """An answer to a request. prompt_logprobs: by token, None for the first one; if they were asked for.
+    usage: without details, if the server is of an earlier version."""
 
     choices: list[Continuation]
     model: str | None = None
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+    usage: Usage | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose keys and values the server had; 0 if it does not say."""
+        details = self.usage and self.usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
 
 
 _DECODER = msgspec.json.Decoder(ServerAnswer)

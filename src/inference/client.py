@@ -301,7 +301,7 @@ class InferenceClient:
         content = await self._tokens(request, adapter, max(1.0, params.max_tokens / TIMED_TOKENS))
         with self._expecting(f"{params.n} choices", content):
             answer = read_answer(content, adapter, params.n)
-            return [choice.generation(adapter) for choice in answer.choices]
+            return [choice.generation(adapter, answer.cached_tokens) for choice in answer.choices]
 
     async def score(
         self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None

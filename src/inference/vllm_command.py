@@ -52,6 +52,7 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
         argv += ["--weight-transfer-config", '{"backend": "filesystem"}']
     else:
         argv += _of_adapters(config.max_lora_rank, config.max_loras, Path(model))
+    argv += ["--enable-prompt-tokens-details"]  # how much of a prompt was in the cache
     argv += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     env = {
         "VLLM_PLUGINS": "cairn",  # endpoint plugins load only if named

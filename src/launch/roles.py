@@ -143,6 +143,7 @@ def run_orchestrator(
                     fan_out=config.weight_fan_out,
                 ),
                 servers_file=run.servers,
+                sessions_file=run.sessions,
             ) as servers:
                 assert config.server_timeout is not None, "the configuration is settled"
                 if run.versions.trainers_turn(attempt) is None:  # else a server may wait for its end

@@ -23,6 +23,7 @@ class GeneratingServers(Protocol):
         affinity: int,
         versions: Collection[str],
         began: str | None = None,
+        sessions: Sequence[int] = (),
     ) -> list[Generation]:
         """`params.n` continuations whose tokens all come from one of `versions`.
 
@@ -30,6 +31,8 @@ class GeneratingServers(Protocol):
         may change during the call; its content when the answer arrives decides.
 
         Args:
+            sessions: the numbers of the answers to the prompt that are asked for; the later turns and pieces
+                of one go to the server that has the earlier ones.
             began: the policy that has sampled the first of the tokens in `prompt_ids`, if any were sampled;
                 an answer that goes on may take up keys and values that were made under it.
         """

@@ -3,7 +3,7 @@
 Imports neither torch nor vllm, so that any process can use it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Generation:
     temperature and top-p. `weight_versions` are consecutive spans that cover every token. `finish_reason` is
     `"stop"` (an end token or the last token of a stop string, included in `token_ids`), `"length"`, or
     `"abort"` (the server is stopping). `stop` is the stop string that the server says has ended it, if one.
+    `cached_tokens`: of the prompt, whose keys and values the server had.
     """
 
     token_ids: list[int]
@@ -61,6 +62,7 @@ class Generation:
     weight_versions: list[VersionSpan]
     finish_reason: str
     stop: str | None = None
+    cached_tokens: int = field(default=0, compare=False)
 
 
 # How a policy that is in the trainer's memory gets to servers; see `relay.py`.

@@ -93,6 +93,8 @@ class RunDirectory:
         self.weights = self.path / "weights"
         self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
+        self.sessions = self.path / "sessions.json"
+        """Which server has which answers in the making, written by the orchestrator."""
         self.rates = Rates(self.path / "rates")
         self.rewinds = RewindLog(self.path / "rewinds.json")
         self._stop = self.path / "stop.json"

@@ -34,6 +34,21 @@ async def answers(pool: ServerPool) -> list[list[Generation]]:
     )
 
 
+async def conversations(pool: ServerPool) -> float:
+    """Have some conversations of two turns; returns the share of the second ones that was in a cache."""
+
+    async def ask(talk: int, tokens: list[int]) -> list[int]:
+        sampling = SamplingParams(max_tokens=8, seed=talk)
+        (answer,) = await pool.generate(tokens, sampling, affinity=talk, versions={"run:1"}, sessions=[1])
+        return [*tokens, *answer.token_ids]
+
+    begun = [[20 + (7 * place + talk) % 70 for place in range(140)] for talk in range(900, 906)]
+    first = await asyncio.gather(*map(ask, range(900, 906), begun))
+    pool.take_metrics()
+    await asyncio.gather(*map(ask, range(900, 906), first))
+    return pool.take_metrics()["servers/cache_hits"]
+
+
 def test_answers_do_not_depend_on_which_servers_live(
     inference_server: Server, tiny_model: Callable[..., Path], free_port: Callable[[], int], tmp_path: Path
 ):
@@ -63,6 +78,7 @@ def test_answers_do_not_depend_on_which_servers_live(
             assert metrics["weights/bytes"] == 2 * metrics["weights/relayed_bytes"] > 0
             assert len(sender._threads) == 2, "one waits for servers, one has served the only one"
             assert await answers(pool) == alone
+            assert await conversations(pool) > 0.8, "128 of their 148 tokens, a block on CPUs"
 
             # Another run, say, puts its weights into the first server.
             async with InferenceClient(inference_server.url) as client:

@@ -92,6 +92,12 @@ def test_a_run_with_tools_survives_kills(shell: Shell, server: Server, tmp_path:
         own = [row[f"env/{label}/rollout/turns"] for row in found if row[f"env/{label}/groups"]]
         assert own == [turns] * len(own) != [], (label, own)
     assert all(0 < row["mismatch/logprob_max"] < 1e-3 for row in found), found
+    # Every turn was asked of the server that had the earlier ones, also after the orchestrator was killed.
+    assert not any(row["servers/moved_sessions"] for row in found)
+    homes = read(run / "sessions.json")
+    assert homes["urls"] == [server.url]
+    assert {number for _, number, _ in homes["homes"]} == {-1, *range(SAMPLES)}
+    assert all(0 <= row["servers/cache_hits"] < 1 for row in found)  # blocks of 128 tokens on CPUs
     assert sum(row.get("rollouts/failed", 0) for row in found) == 0
     assert sum(row.get("rollouts/diverged", 0) for row in found) == 0
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))

@@ -42,7 +42,14 @@ class Noting(Servers):
     """Seeds of the evaluations' first pieces."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Any, began=None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions: Any,
+        began=None,
+        sessions=(),
     ):
         answers = await super().generate(prompt_ids, params, affinity=affinity, versions=versions)
         steps = {PolicyName.parse(span.version).step for one in answers for span in one.weight_versions}

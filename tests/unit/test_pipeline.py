@@ -89,7 +89,14 @@ class Servers:
             raise ServerDisagrees("the logprobs differ")
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions, began=None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions,
+        began=None,
+        sessions=(),
     ):
         assert self.served, "asked before there was a policy"
         self.asked.append((affinity, params.seed, len(prompt_ids)))
@@ -617,7 +624,14 @@ class Held(Servers):
         await super().serve(folder, version, **how)
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions, began=None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        affinity: int,
+        versions,
+        began=None,
+        sessions=(),
     ):
         if PolicyName.parse(self.served).step == 3 and affinity % 2:
             self.held = True

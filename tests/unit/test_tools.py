@@ -59,6 +59,7 @@ class Script(Servers):
         affinity: int,
         versions: Collection[str],
         began: str | None = None,
+        sessions: Sequence[int] = (),
     ) -> list[Generation]:
         self.asked.append((params.seed or 0, list(prompt_ids)))
         text = self.chat.full_text(list(prompt_ids))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ class Counts:
     def _clear(self) -> None:
         self.requests = 0
         self.retries = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.push_bytes = 0
         self.relayed_bytes = 0
         self.push_seconds = 0.0
@@ -150,6 +152,8 @@ class Counts:
             "weights/relayed_bytes": self.relayed_bytes,
             "time/push": self.push_seconds,
         }
+        if self.prompt_tokens:
+            counts["servers/cache_hits"] = self.cached_tokens / self.prompt_tokens
         self._clear()
         return counts
 
@@ -171,6 +175,7 @@ class Membership:
         counts: Told of the weights that servers are given.
         connect: Makes the client of a server from its URL.
         settings: Of the pool.
+        save: Keeps for a later process what there is to keep; called now and then, and at the end.
     """
 
     def __init__(
@@ -179,6 +184,7 @@ class Membership:
         counts: Counts,
         connect: Callable[[str], InferenceClient],
         settings: PoolSettings,
+        save: Callable[[], Awaitable[None]],
     ):
         self.members: dict[str, Member] = {}
         """The servers that belong to the pool now, healthy or not, by URL."""
@@ -190,6 +196,7 @@ class Membership:
         self._counts = counts
         self._connect = connect
         self._settings = settings
+        self._save = save
         self._leaving: list[Member] = []
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -223,11 +230,13 @@ class Membership:
         self.members.clear()
         self._leaving.clear()
         self._closed = True
+        await self._save()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._settings.look_every)
             self._meet()
+            await self._save()
             for member in [member for member in self._leaving if not member.requests]:
                 self._leaving.remove(member)
                 await member.client.close()

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.member import Member, Weights, tensor_bytes
 from cairn.inference.pool.membership import Counts, Membership, PoolSettings, ServerList
+from cairn.inference.pool.sessions import Sessions
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run import spans
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 STALE_ATTEMPTS = 5
 """Answers from wrong weights after which a request fails."""
-HOMES = 10_000
-"""Affinities that are remembered, at most."""
 
 
 class ServerPool:
@@ -35,6 +33,7 @@ class ServerPool:
         servers_file: A file that a user may write at any time: a JSON list of URLs, or `{"urls": [...]}`. As
             long as it is there it says which servers there are; those that are not in it any more finish what
             they have.
+        sessions_file: Where it is kept which server has which answers in the making, for a later process.
         token: The token of all servers; default: each server's own, looked up when it is first needed.
     """
 
@@ -44,18 +43,20 @@ class ServerPool:
         settings: PoolSettings | None = None,
         *,
         servers_file: str | Path | None = None,
+        sessions_file: str | Path | None = None,
         token: str | None = None,
     ):
         settings = settings or PoolSettings()
         self._retry_for = settings.retry_for
         self._keep_cache = settings.keep_cache
         self._counts = Counts()
-        self._homes: OrderedDict[int, str] = OrderedDict()
+        self._sessions = Sessions(sessions_file)
         self._membership = Membership(
             ServerList(urls, servers_file),
             self._counts,
             lambda url: InferenceClient(url, token, timeout=settings.timeout, retry_for=0),
             settings,
+            self._sessions.save,
         )
 
     async def __aenter__(self) -> "ServerPool":
@@ -213,14 +214,17 @@ class ServerPool:
         affinity: int,
         versions: Collection[str],
         began: str | None = None,
+        sessions: Sequence[int] = (),
     ) -> list[Generation]:
         """Sample `params.n` continuations of `prompt_ids`, each token from one of `versions`.
 
         The request is sent again, to another server if there is one, when a server dies, hangs, fails, or
         answers from other weights; with a seed the answer is the same. Requests with the same `affinity` go
-        to the same server, which has their prompt in its cache, unless it has more to do than another one.
+        to the same server, which has their prompt in its cache, unless it has more to do than another one:
+        see `Sessions`.
 
         Args:
+            sessions: the numbers of the answers, of those with this `affinity`, that are asked for.
             began: the version that the first sampled tokens in `prompt_ids` come from, if there are any. With
                 `keep_cache`, the answer goes on from the keys and values that are there of it.
 
@@ -233,7 +237,7 @@ class ServerPool:
         self._counts.requests += 1
         while True:
             self._membership.begin()
-            member = await self._pick(affinity, versions, end)
+            member = await self._pick(affinity, sessions, versions, end)
             pushes = member.pushes
             try:
                 generations = await self._ask(member, prompt_ids, params, began)
@@ -245,6 +249,9 @@ class ServerPool:
             else:
                 wrong = {span.version for g in generations for span in g.weight_versions} - set(versions)
                 if not wrong:
+                    if params.n == 1:  # of several, vLLM tells what the last one found
+                        self._counts.prompt_tokens += len(prompt_ids)
+                        self._counts.cached_tokens += generations[0].cached_tokens
                     return generations
                 member.answered_from(wrong, versions)
                 if member.pushes == pushes:  # else it has been given the right ones meanwhile
@@ -276,6 +283,7 @@ class ServerPool:
             ),
             **self._disagreements(),
             **self._foreign(),
+            "servers/moved_sessions": self._sessions.take_moved(),
             **self._counts.take(),
         }
 
@@ -298,7 +306,9 @@ class ServerPool:
 
     # Requests
 
-    async def _pick(self, affinity: int, versions: Collection[str], end: float) -> Member:
+    async def _pick(
+        self, affinity: int, sessions: Sequence[int], versions: Collection[str], end: float
+    ) -> Member:
         """Choose the server that a request goes to; waits for one, until `end`.
 
         Raises:
@@ -315,14 +325,7 @@ class ServerPool:
                 f"no inference server with weights {sorted(versions)} within {self._retry_for:g} s "
                 f"(--orchestrator.request-timeout allows more); {self._membership.problems()}"
             )
-        least = min(usable(), key=lambda member: member.load)
-        home = next((member for member in usable() if member.url == self._homes.get(affinity)), least)
-        chosen = least if home.load >= 1 and least.load < home.load else home
-        self._homes[affinity] = chosen.url
-        self._homes.move_to_end(affinity)
-        if len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
-        return chosen
+        return self._sessions.choose(usable(), affinity, sessions)
 
     async def _ask(
         self, member: Member, prompt_ids: Sequence[int], params: SamplingParams, began: str | None

@@ -404,6 +404,7 @@ class ProgramRun:
                     affinity=self.group.place,
                     versions=self.runner.versions,
                     began=self._began.get(turn.branch, turn.began),
+                    sessions=(self.sample,),
                 )
             except RequestRefused as error:
                 raise PromptRefused(

@@ -187,6 +187,7 @@ class Sampler(Completer[Single]):
                 affinity=group.place,
                 versions=self.versions,
                 began=first.began,
+                sessions=numbers,
             )
         except RequestRefused as error:
             about = f"environment {self.config.environment.called!r}, problem {group.problem}"
