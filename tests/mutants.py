@@ -45,6 +45,14 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # Where answers go on
+    M(
+        "an answer goes where its prompt's newest request went",
+        "Sessions.choose",
+        "session = (affinity, numbers[0]) if len(numbers) == 1 else None",
+        "session = None",
+        "test_sessions",
+    ),
     # Policies from server to server
     M(
         "a server vouches for what it hands on with its own checksums",
