@@ -82,13 +82,8 @@ def test_code_for_other_gpus_is_zeros_and_all_else_is_as_it_was(pack):
 
 def test_the_record_of_servers_lists_what_is_there(pack, tmp_path: Path):
     about = tmp_path / "vllm-1.dist-info"
-    for name in (
-        "vllm/_C.abi3.so",
-        "vllm/_moe_C.abi3.so",
-        "vllm/vllm-rs",
-        "vllm/a.py",
-        "mistral_common/data/x",
-    ):
+    names = ["vllm/_C.abi3.so", "vllm/_moe_C.abi3.so", "vllm/vllm-rs", "vllm/a.py"]
+    for name in (*names, "mistral_common/data/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(container((pack.SASS, 80, b"x" * 8), (pack.SASS, 90, b"y" * 8)))
     about.mkdir()
