@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from cairn.launch.exit_report import counted, shorter
+from cairn.launch.exit_report import shorter
 from cairn.run.diagnosis import RULES, Diagnosis, DiskRoom, Finding, RuleInput
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
-from cairn.run.output import printable
+from cairn.run.output import counted, printable
 from cairn.run.signals import say
 from cairn.run.view import RunView
 from cairn.watch.overview import disk_room, newest_save, overview, values_of

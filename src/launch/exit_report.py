@@ -20,6 +20,7 @@ from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.messages import Attempt
 from cairn.run.metrics import number
+from cairn.run.output import counted
 
 RANK_DIED = "a rank of the trainer died"
 REPORTED_IN_FULL = ("given up", "failed answers")
@@ -284,8 +285,3 @@ def refuse_too_many(failures: Failures, config: OrchestratorConfig) -> None:
             f"given up, more than orchestrator.max_failed_share ({config.max_failed_share:g}): mend the "
             "environment, or allow more"
         )
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things in words."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -211,6 +211,11 @@ def printable(text: object) -> str:
     )
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things in words."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """A length of time for people, in its two largest units: `42 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     whole = max(round(seconds), 0)

@@ -19,7 +19,7 @@ from cairn.run.diagnosis import RULES
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
-from cairn.run.output import duration, printable
+from cairn.run.output import counted, duration, printable
 from cairn.run.spans import chrome_trace
 from cairn.run.tables import print_table
 from cairn.run.view import RunView
@@ -207,7 +207,8 @@ class DiagnoseRun(LooksAtRun):
             wait = shown.shares["wait"]
             computes = f"the trainer computes {1 - wait:.0%} of it, waits {wait:.0%}"
             print(f"a step takes {shown.pace:.3g} s: {computes}")
-        print(f"{sentence(account)}; {shown.restarts} restarts, {shown.recomputed} steps recomputed\n")
+        restarts = f"{counted(shown.restarts, 'restart')}, {counted(shown.recomputed, 'step')} recomputed"
+        print(f"{sentence(account)}; {restarts}\n")
         print_account(account, self.price)
         whole = None if self.price is None else account.cost(self.price)
         print(f"\n{token_sentence(tokens, whole)}\n")

@@ -18,7 +18,7 @@ from cairn.checkpoint.step_folder import StepFolders
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
-from cairn.run.output import duration, printable
+from cairn.run.output import counted, duration, printable
 from cairn.run.view import RunView
 from cairn.watch.goodput import (
     account_rows,
@@ -102,7 +102,7 @@ def _head(shown: Overview, name: str) -> Iterator[str]:
     if shown.pace is not None:
         facts.append(f"{shown.pace:.3g} s a step")
     if shown.restarts:
-        facts.append(f"{shown.restarts} restarts, {shown.recomputed} steps recomputed")
+        facts.append(f"{counted(shown.restarts, 'restart')}, {counted(shown.recomputed, 'step')} recomputed")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     yield f"<p>{escape(', '.join(facts))} <span class='soft'>(report of {made})</span></p>"
     if shown.resume:

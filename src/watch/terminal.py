@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cairn.run.output import duration, printable
+from cairn.run.output import counted, duration, printable
 from cairn.watch.overview import Curve, Overview, scaled
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -150,7 +150,7 @@ class RunPanel:
             yield f"checkpoint  step {saved.step}{age}, {saved.nbytes / 1e6:,.1f} MB"
         if shown.restarts or shown.recomputed:
             yield (
-                f"restarts    {shown.restarts}, {shown.recomputed} steps recomputed, goodput "
+                f"restarts    {shown.restarts}, {counted(shown.recomputed, 'step')} recomputed, goodput "
                 f"{shown.goodput:.2f}"
             )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from cairn.run.diagnosis.rule import Finding, RuleInput, level_of, percent
 from cairn.run.metrics import number
+from cairn.run.output import counted
 
 STARTING = 1
 """Rows at the beginning of an attempt, which wait for everything to start."""
@@ -111,7 +112,7 @@ class ManyRestarts:
         roles = {name.removeprefix(prefix): number(row, name) for name in row if name.startswith(prefix)}
         worst = [f"{role} {times:.0f} times" for role, times in sorted(roles.items()) if times]
         again, goodput = number(row, "run/recomputed_steps") or 0.0, number(row, "run/goodput")
-        cost = [f"{again:.0f} steps recomputed"] if again else []
+        cost = [f"{counted(int(again), 'step')} recomputed"] if again else []
         cost += [f"goodput {goodput:.2f}"] if goodput is not None else []
         what = f"roles were restarted: {', '.join(worst) or f'{count:.0f} times'}"
         yield Finding(

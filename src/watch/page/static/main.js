@@ -113,7 +113,7 @@ function drawHead(state) {
     about.mfu !== null ? ["MFU", percent(about.mfu), "model FLOPs utilisation: the share of the GPUs' peak that training uses while it computes"] : null,
     about.mfu !== null && about.attention !== null ? ["attention", shown(about.attention)] : null,
     about.saved ? ["last checkpoint", `step ${about.saved.step}${about.saved.age === null ? "" : `, ${ago(about.saved.age)}`}`] : ["last checkpoint", "none"],
-    ["restarts", about.restarts ? `${about.restarts}, ${about.recomputed} steps again` : "0"],
+    ["restarts", about.restarts ? `${about.restarts}, ${about.recomputed} step${about.recomputed === 1 ? "" : "s"} recomputed` : "0"],
     // Starting counts against goodput, so in a short run without restarts it says nothing.
     about.restarts || about.recomputed || about.step * (about.pace ?? 0) > 600 ? ["goodput", Number(about.goodput).toFixed(2), "share of the time that went into steps that count; starting counts against it, so it is low in a short run"] : null,
     about.age !== null && !isAlive() ? ["seen", ago(about.age)] : null,
