@@ -227,6 +227,13 @@ MUTANTS = (
         "test_run test_sharing",
     ),
     M(
+        "a step without waking the backend",
+        "ShippedBatches.next_batch",
+        "self.sharing.begin()",
+        "pass",
+        "test_sharing",
+    ),
+    M(
         "prefix of a newer attempt taken",
         "Claims.claim",
         "newest > _number(attempt)",

@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
 from cairn.checkpoint.saving.arena import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
@@ -154,9 +152,8 @@ class TrainerState:
         folder, group = step.path, self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():
-            self.backend.rest(
-                model.module
-            )  # what is gathered would hide the shards, and would be computed with again
+            # What is gathered would hide the shards, and would be computed with again.
+            self.backend.reshard(model.module)
             model.create_optimizer_state(step.tensors(model.optimizer_stem))
             tensors |= model.tensors()
             weights_folder = (folder / model.weights_stem).parent
@@ -164,7 +161,7 @@ class TrainerState:
                 tensors[model.weights_stem] = model.loaded(weights_folder)
             except FileNotFoundError as error:
                 raise Damaged(f"{error.filename}: {error.strerror}") from None
-        torch.cuda.empty_cache()  # the gradients' memory, which a server may want that shares the GPU
+        self.backend.rest()  # the gradients' memory, which a server may want that shares the GPU
         return load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
 
     def tensors(self, *, weights_only: bool = False) -> Tensors:

@@ -53,6 +53,7 @@ from cairn.run.exits import END_SERVER
 from cairn.run.machine import machine_of
 from cairn.run.messages import BatchHeader, PolicyVersions, ShippedBatch
 from cairn.run.waiting import DeadlinePassed
+from cairn.trainer.backends.fsdp2 import FSDP2
 from cairn.trainer.group import RankGroup
 from cairn.trainer.publishing.publisher import VersionPublisher, make_sharing
 from cairn.trainer.publishing.transports import Filling, Served, Transport
@@ -470,22 +471,37 @@ def test_a_server_starts_when_the_trainer_has_published_what_it_was_to_make(
 
 
 def test_a_trainer_waits_for_its_turn_although_the_batch_is_there(
-    configuration: OrchestratorConfig, tmp_path: Path
+    configuration: OrchestratorConfig, one_rank: RankGroup, tmp_path: Path
 ):
+    class Noted(FSDP2):
+        def rest(self) -> None:
+            told.append("rest")
+            super().rest()
+
+        def wake(self) -> None:
+            told.append("wake")
+            super().wake()
+
+    told: list[str] = []
     run = RunDirectory(tmp_path)
     sample = Sample.of_answer([1], [2], logprobs=-1.0, advantages=1.0)
     row = ShippedBatch(1, [[0, 0]], 1, 2, "", 0)
     header = BatchHeader("run", "branch_1", ATTEMPT.id, 1, "run:branch_1:0", [0], row)
     write_batch(batch_path(run.batches, 1), RLBatch([sample], sampling=FROM_TEXT, header=header))
     config = TrainerConfig(model=configuration.model, colocated=True)
-    batches = ShippedBatches(run, ATTEMPT, 0.05, make_sharing(config, run, ATTEMPT))
+    sharing = make_sharing(config, run, ATTEMPT, Noted(one_rank))
+    sharing.make_room()
+    batches = ShippedBatches(run, ATTEMPT, 0.05, sharing)
     with pytest.raises(DeadlinePassed, match="batch 1"):
         batches.next_batch(1)
+    assert told == ["rest"], "the servers may be awake"
     run.versions.hand_over(ATTEMPT, until=1)
     assert isinstance(batches.next_batch(1), RLBatch)
+    assert told == ["rest", "wake"], "once the servers sleep, and there is something to train on"
     run.versions.take_back()
     run.request_stop("test")
     assert batches.next_batch(1) is None
+    assert told == ["rest", "wake"]
 
 
 class NoWeights(Transport):

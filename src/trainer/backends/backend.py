@@ -73,11 +73,28 @@ class Backend(Protocol):
         """Change the weights by the gradient, with a learning rate."""
         ...
 
-    def rest(self, model: PreTrainedModel) -> None:
-        """Give back what passes without a gradient have gathered. The next pass takes anew what it needs."""
+    def reshard(self, model: PreTrainedModel) -> None:
+        """Free what passes without a gradient have gathered. The next pass takes anew what it needs."""
         ...
+
+    def rest(self) -> None:
+        """Give memory of the device back to other processes, until `wake`; may be called again before that.
+
+        Servers on the same GPU may be awake from now on. No pass and no update runs until `wake`, but weights
+        may be read to be published or saved. Any thread may call it.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take back what passes and updates need; does nothing if that is there. The thread that trains calls
+        it, once the servers on the same GPU sleep."""
+        ...
+
+
+BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": FSDP2}
+"""By name."""
 
 
 def make_backend(group: RankGroup) -> Backend:
     """The backend of a run's ranks."""
-    return FSDP2(group)
+    return BACKENDS["fsdp2"](group)

@@ -78,9 +78,22 @@ class FSDP2:
             parameters["lr"] = rate
         optimizer.step()
 
-    def rest(self, model: PreTrainedModel) -> None:
-        """See `reshard`."""
+    def reshard(self, model: PreTrainedModel) -> None:
+        """See the function `reshard`."""
         reshard(model)
+
+    def rest(self) -> None:
+        """Free what PyTorch's allocator holds in reserve; does nothing on a CPU.
+
+        Weights and the optimiser's state stay where they are: the launcher has left the servers room beside
+        them (`launch/plan/colocation.py`).
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Nothing to do: the allocator takes memory as the next passes ask for it."""
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import ROUNDING, Attempt, Probe, write_probe
 from cairn.run.seeds import derive
+from cairn.trainer.backends.backend import Backend
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
@@ -247,28 +248,34 @@ class GpuTurns:
         """Whether `step` may be trained now, if its batch is there."""
         return True
 
+    def begin(self) -> None:
+        """The trainer's turn has begun, and a step is about to be trained."""
+
     def make_room(self) -> None:
-        """Servers may be awake from now on: give back the memory that holds nothing."""
+        """Servers may be awake from now on: give back the memory that they may use."""
 
 
 class SharedGpu(GpuTurns):
-    """Servers on the same GPU sleep while a step is trained."""
+    """Servers on the same GPU sleep while a step is trained, and the trainer's backend rests otherwise."""
 
-    def __init__(self, run: RunDirectory, attempt: Attempt):
+    def __init__(self, run: RunDirectory, attempt: Attempt, backend: Backend):
         self.run = run
         self.attempt = attempt
+        self._backend = backend
 
     def may_train(self, step: int) -> bool:
         """Once the orchestrator has said that all servers sleep."""
         return self.run.versions.may_train(self.attempt, step)
 
+    def begin(self) -> None:
+        """See `Backend.wake`."""
+        self._backend.wake()
+
     def make_room(self) -> None:
-        """Free what PyTorch's allocator holds in reserve; does nothing on a CPU."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        """See `Backend.rest`."""
+        self._backend.rest()
 
 
-def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt) -> GpuTurns:
+def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt, backend: Backend) -> GpuTurns:
     """As the configuration says."""
-    return SharedGpu(run, attempt) if config.colocated else GpuTurns()
+    return SharedGpu(run, attempt, backend) if config.colocated else GpuTurns()

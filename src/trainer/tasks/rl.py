@@ -53,7 +53,7 @@ class RL(Task):
         self._group = state.group
         self._teachers = TeacherModels(config, state.group, state.scorer, sums_in(context.recipe))
         self._training_state = config.ckpt is not None and config.ckpt.training_state
-        sharing = make_sharing(config, run, attempt)
+        sharing = make_sharing(config, run, attempt, state.backend)
         self._replay = Replay(run, attempt)
         self._tokens = TokenRecorder(config, run, state.group, state.progress.step)
         make_transport = TRANSPORTS[config.weight_transport]
@@ -264,5 +264,6 @@ class ShippedBatches:
         )
         if batch == "stop":
             return None
+        self.sharing.begin()
         fault_point("trainer.batch_read")
         return batch
