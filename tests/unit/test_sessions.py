@@ -3,12 +3,13 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.inference.pool.sessions import CROWDED, FULL, Sessions
+from cairn.inference.pool.sessions import CROWDED, FULL, SAVE_SHARE, Sessions
 
 ONE, TWO = "http://one:1", "http://two:1"
 
@@ -111,3 +112,31 @@ def test_a_disk_that_is_full_is_reported(tmp_path: Path, caplog: pytest.LogCaptu
     sessions.choose([Computer(ONE)], 1, [2])
     asyncio.run(sessions.save())
     assert "can't be written" in caplog.text
+
+
+def test_saving_takes_a_small_part_of_the_time_but_is_done_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.1  # so a save takes 0.1 s
+        return now[0]
+
+    monkeypatch.setattr("cairn.inference.pool.sessions.time", SimpleNamespace(monotonic=clock))
+    file = tmp_path / "sessions.json"
+    sessions = Sessions(file)
+
+    def saved(prompt: int, *, at_once: bool) -> bool:
+        sessions.choose([Computer(ONE)], prompt, [0])
+        file.unlink(missing_ok=True)
+        asyncio.run(sessions.save(at_once=at_once))
+        return file.exists()
+
+    assert saved(1, at_once=False)
+    assert not saved(2, at_once=False)
+    assert saved(2, at_once=True)
+    now[0] += 0.1 / SAVE_SHARE - 1
+    assert not saved(3, at_once=False)
+    now[0] += 1
+    assert saved(3, at_once=False)

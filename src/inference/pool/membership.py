@@ -175,7 +175,8 @@ class Membership:
         counts: Told of the weights that servers are given.
         connect: Makes the client of a server from its URL.
         settings: Of the pool.
-        save: Keeps for a later process what there is to keep; called now and then, and at the end.
+        save: Keeps for a later process what there is to keep; called every `look_every` seconds with
+            `at_once=False`, and at the end.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Membership:
         counts: Counts,
         connect: Callable[[str], InferenceClient],
         settings: PoolSettings,
-        save: Callable[[], Awaitable[None]],
+        save: Callable[..., Awaitable[None]],
     ):
         self.members: dict[str, Member] = {}
         """The servers that belong to the pool now, healthy or not, by URL."""
@@ -236,7 +237,7 @@ class Membership:
         while True:
             await asyncio.sleep(self._settings.look_every)
             self._meet()
-            await self._save()
+            await self._save(at_once=False)
             for member in [member for member in self._leaving if not member.requests]:
                 self._leaving.remove(member)
                 await member.client.close()

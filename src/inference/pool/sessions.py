@@ -9,6 +9,7 @@ do than another one, so that no server's queue grows without bound for their sak
 import asyncio
 import json
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ FULL = 1.0
 CROWDED = 2.0
 """Load from which a session leaves its server for one with less than half of it: then as many requests wait
 there as are computed, which takes longer than to compute the session's keys and values anew."""
+SAVE_SHARE = 0.005
+"""Largest part of the time that saving takes, but at the end: the event loop waits for some of it."""
 PROMPT = -1
 """In the place of an answer's number: what its prompt's first request has."""
 
@@ -55,6 +58,7 @@ class Sessions:
         self._file = Path(file) if file else None
         self._homes: OrderedDict[Key, str] = OrderedDict()
         self._saved = True
+        self._next_save = 0.0
         self.moved = 0
         """Sessions that have gone on on another server since this was last set."""
         if self._file is not None:
@@ -100,9 +104,14 @@ class Sessions:
 
     # The file: {"urls": [...], "homes": [[prompt, answer, place in urls], ...]}, in the order of their use
 
-    async def save(self) -> None:
-        """Write the file, if anything has changed; a disk that can't take it is reported."""
-        if self._file is None or self._saved:
+    async def save(self, *, at_once: bool = True) -> None:
+        """Write the file, if anything has changed; a disk that can't take it is reported.
+
+        Args:
+            at_once: whether it is written even if that takes more than `SAVE_SHARE` of the time.
+        """
+        began = time.monotonic()
+        if self._file is None or self._saved or (began < self._next_save and not at_once):
             return
         self._saved = True
         places = {url: place for place, url in enumerate(dict.fromkeys(self._homes.values()))}
@@ -112,6 +121,8 @@ class Sessions:
             await asyncio.to_thread(write_atomic, self._file, content)
         except OSError as error:
             logger.warning("%s can't be written: %s", self._file, error)
+        ended = time.monotonic()
+        self._next_save = ended + (ended - began) / SAVE_SHARE
 
     def _read(self, file: Path) -> None:
         try:
