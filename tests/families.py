@@ -341,16 +341,31 @@ UNSHARED = {
 has; tests/integration/test_step_ranks.py checks it."""
 
 
-def make_config(family: str) -> PreTrainedConfig:
+NO_PLAN = ("no: no plan", "has no plan that says how its layers are cut")
+HAS_EXPERTS = ("no: experts", "its layers have experts")
+KIND = ("no: state from token to token", "layers of the kind [a-z_]+ were not tried")
+STACKS = ("no: several stacks of layers", "it has more than one stack of layers")
+UNDIVIDED = {
+    **dict.fromkeys(("stablelm", "nemotron", "gpt2", "opt", "falcon", "falcon_alibi", "bloom"), NO_PLAN),
+    **dict.fromkeys(("gptj", "gpt_bigcode", "xglm", "mpt"), NO_PLAN),
+    **dict.fromkeys(("biogpt", "gemma3"), STACKS),
+    **{name: HAS_EXPERTS for name, about in FAMILIES.items() if "MoE" in about.kind},
+    **dict.fromkeys(("mamba", "mamba2", "lfm2", "olmo_hybrid", "qwen3_5", "falcon_h1", "bamba"), KIND),
+    "nemotron_h": KIND,
+}
+"""The same of layers whose matrices ranks can't share: the column `tensor`."""
+
+
+def make_config(family: str, **changed: Any) -> PreTrainedConfig:
     """The tiny configuration of a family."""
     about = FAMILIES[family]
-    return AutoConfig.for_model(about.model_type, **about.settings)
+    return AutoConfig.for_model(about.model_type, **about.settings | changed)
 
 
-def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+def make_model(family: str, seed: int = 0, **changed: Any) -> PreTrainedModel:
     """The model, float32, with random weights, also where models begin with zeros or ones (biases, norms)."""
     generator = torch.Generator().manual_seed(seed)
-    model = random_model(make_config(family), seed)
+    model = random_model(make_config(family, **changed), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias", "dt_proj.bias")):

@@ -431,6 +431,28 @@ MUTANTS = (
         "of_sent.copy_(of_received)",
         "test_step_ranks",
     ),
+    # Ranks that share the matrices of layers
+    M(
+        "a rank's part of the gradient of a norm of heads taken for all of it",
+        "TensorParallel.norm_and_clip",
+        "if one in _PARTIAL",
+        "if False",
+        "test_step_ranks",
+    ),
+    M(
+        "values that several ranks hold counted as often in the norm",
+        "TensorParallel._copies",
+        "return copies",
+        "return 1",
+        "test_step_ranks",
+    ),
+    M(
+        "gradients of own tokens alone in the layers",
+        "_MeanGradient.backward",
+        "dist.all_reduce(summed, group=ctx.axis.group)",
+        "pass",
+        "test_step_ranks",
+    ),
     # Sinks: nothing twice, nothing left out, nobody held up
     M(
         "a sink does not remember rows",

@@ -104,6 +104,7 @@ ELSEWHERE: dict[str, str] = {
     "output_dir": "run.name trainer.default_local_dir save_path output",
     "weight_transport": "weight_broadcast.type",
     "replicas": "dp_replicate model.dp_replicate",
+    "parallel.tensor": "model.tp tp_size actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
     "parallel.context": "model.cp cp_size context_parallel_size ulysses_sequence_parallel_size",
     "precision.reduce": "model.reduce_dtype",
     "environments": "train.source",

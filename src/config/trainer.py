@@ -72,6 +72,8 @@ class ParallelConfig(BaseConfig):
 
     context: int = Field(default=1, ge=1)
     """Neighbouring ranks that share the tokens of each row, for samples that are too long for one rank."""
+    tensor: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share the matrices of each layer, for dense layers too large for one rank."""
 
 
 class RayConfig(BaseConfig):
@@ -238,7 +240,24 @@ class TrainerBase(SharedConfig, SupervisionConfig):
                 f"compile beside parallel.context = {self.parallel.context}: a compiled layer can't exchange "
                 "tokens with other ranks; leave one out"
             )
+        if self.parallel.tensor > 1 and (other := self._not_beside_tensor()):
+            raise ValueError(f"{other} beside parallel.tensor = {self.parallel.tensor}; leave one out")
         return self
+
+    def _not_beside_tensor(self) -> str | None:
+        """A setting that does not go with matrices that ranks share, and why; None if all do."""
+        if self.parallel.context > 1:
+            return f"parallel.context = {self.parallel.context} was not tried"
+        if self.replicas > 1:
+            return f"replicas = {self.replicas} was not tried"
+        if self.lora:
+            return "lora, whose matrices no plan cuts, does not go"
+        if self.compile:
+            return "compile was not tried"
+        for one in (self.optimizer, *(other.optimizer for other in self.auxiliary_models.values())):
+            if one.type in ("muon", "adamw_8bit"):
+                return f"optimizer.type = {one.type!r}, which needs matrices or blocks whole, does not go"
+        return None
 
     @model_validator(mode="after")
     def _spikes_of_a_loss(self) -> "TrainerBase":
@@ -256,8 +275,12 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return self
 
     def problem_of_ranks(self, ranks: int) -> str | None:
-        """Why `ranks` can't be divided among the replicas, or share rows; None if they can."""
-        sizes = {"replicas": self.replicas, "parallel.context": self.parallel.context}
+        """Why `ranks` can't be divided among the replicas, or share rows or matrices; None if they can."""
+        sizes = {
+            "replicas": self.replicas,
+            "parallel.context": self.parallel.context,
+            "parallel.tensor": self.parallel.tensor,
+        }
         for name, size in sizes.items():
             if ranks % size:
                 return f"{name} = {size} does not divide the ranks into equal parts: workers = {ranks}"

@@ -164,7 +164,7 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
     Args:
         folder: Hugging Face directory; its weights are not read.
         config: settled. Read are the models, the adapter, the type that is computed in, attention,
-            whether activations are recomputed, and how many ranks share rows.
+            whether activations are recomputed, and how many ranks share rows, or matrices.
         machine: with the GPUs that train.
 
     Raises:
@@ -178,6 +178,7 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "capability": min((gpu.capability for gpu in machine.gpus), default=None),
         "attention": config.attention,
         "context": config.parallel.context,
+        "tensor": config.parallel.tensor,
     }
     policy = count(folder, lora=config.lora, **how)
     beside = (
@@ -185,7 +186,8 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         for name, one in config.auxiliary_models.items()
     )
     frozen = (
-        count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
+        count(one, compute=compute, activation_checkpointing=False, tensor=config.parallel.tensor)
+        for one in frozen_folders(config, folder)
     )
     return CountedModels(policy, tuple(beside), tuple(frozen))
 

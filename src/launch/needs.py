@@ -143,8 +143,8 @@ def rank_need(
     rows, tokens = max(-(-config.pass_tokens // config.seq_len), config.together), config.seq_len
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
-        layer = max(footprint.layers)
-        gathered = sum(footprint.layers) if config.keep_gathered else layer
+        layer = max(footprint.layers) // config.parallel.tensor
+        gathered = sum(footprint.layers) // config.parallel.tensor if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)
@@ -157,7 +157,8 @@ def rank_need(
     shared = config.parallel.context  # by so many ranks, each of which has all tokens for a part of the heads
     kept = footprint.kept.bytes(rows, tokens) // shared
     again = footprint.layer.bytes(rows, tokens) // shared
-    logits = min(rows * tokens * footprint.vocabulary // shared, chunk_logits)
+    scored = -(-rows * tokens // (shared * config.parallel.tensor))
+    logits = min(scored * footprint.vocabulary, chunk_logits)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
     parts += [

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -126,17 +126,20 @@ class RankLayout:
 
     data: ranks that see different samples. Batches are divided along it, and nothing else divides them.
     model: ranks that share each sample; all of them give the same losses, of whole samples.
-    context: the part of `model` along which the tokens of a sample are cut.
+    context: the part of `model` along which the tokens of a sample are cut. tensor: the part along which the
+    matrices of layers are.
     """
 
     data: Axis
     model: Axis
     context: Axis
+    tensor: Axis = NO_AXIS
 
     @classmethod
-    def of(cls, rank: int, ranks: int, context: Axis) -> "RankLayout":
-        """Rank `rank` of `ranks`, of which each `context.size` neighbours share their samples."""
-        return cls(Axis(rank // context.size, ranks // context.size), context, context)
+    def of(cls, rank: int, ranks: int, context: Axis, tensor: Axis = NO_AXIS) -> "RankLayout":
+        """Rank `rank` of `ranks`, of which neighbours along one of the axes share their samples."""
+        model = tensor if tensor.size > 1 else context
+        return cls(Axis(rank // model.size, ranks // model.size), model, context, tensor)
 
     @property
     def reports(self) -> bool:
@@ -158,11 +161,15 @@ class RankGroup:
     """For which a collective waits for other ranks."""
     context: Axis = NO_AXIS
     """The ranks that share this one's samples, and have a part of the tokens of each."""
+    tensor: Axis = NO_AXIS
+    """The ranks that share this one's samples, and have a part of each matrix of the layers."""
+    layer_mesh: DeviceMesh | None = None
+    """Over which layers are sharded and cut (`shard`, `tensor`); None: `mesh` is for all of a model."""
 
     @property
     def layout(self) -> RankLayout:
         """Where this rank stands."""
-        return RankLayout.of(self.rank, self.world_size, self.context)
+        return RankLayout.of(self.rank, self.world_size, self.context, self.tensor)
 
     @classmethod
     def join(
@@ -174,6 +181,7 @@ class RankGroup:
         device: torch.device | None = None,
         replicas: int = 1,
         context: int = 1,
+        tensor: int = 1,
         hang_timeout: float = 600,
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -185,6 +193,7 @@ class RankGroup:
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
             context: so many neighbours share the tokens of each row; must divide the number of ranks.
+            tensor: so many neighbours share the matrices of layers; likewise, and beside neither of these.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
         torch.set_num_threads(threads)
@@ -211,7 +220,13 @@ class RankGroup:
         world_size = dist.get_world_size()
         mesh = _mesh(device.type, world_size, replicas)
         axis = _context_axis(dist.get_rank(), world_size, context, patience)
-        return cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis)
+        group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis)
+        if tensor == 1:
+            return group
+        shape = (world_size // tensor, tensor)
+        layer_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
+        cut = Axis(group.rank % tensor, tensor, layer_mesh.get_group("tensor"))
+        return replace(group, tensor=cut, layer_mesh=layer_mesh)
 
     def rendezvous(self, name: str) -> ThreadRendezvous:
         """Exchange of strings between one thread of each rank; each name can be used once."""

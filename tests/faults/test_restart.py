@@ -354,15 +354,16 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
+@pytest.mark.parametrize("axis", draws.cases(["context", "tensor"], __name__, 1))
 def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
-    shell: Shell, trained: Path, tmp_path: Path
+    shell: Shell, trained: Path, tmp_path: Path, axis: str
 ):
     """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time.
 
-    The two share the tokens of each row, so that each waits for the other in every layer.
+    The two share the tokens of each row, or the matrices, so that each waits for the other in every layer.
     """
     run = tmp_path / "run"
-    arguments = ("--workers", 2, "--parallel.context", 2, "--ckpt.interval", 1, "--max-steps", 40)
+    arguments = ("--workers", 2, f"--parallel.{axis}", 2, "--ckpt.interval", 1, "--max-steps", 40)
     arguments += (*HANG, "--output-dir", run)
     with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 10)

@@ -497,7 +497,8 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
 
 
 def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, trained: Path, tmp_path: Path):
-    """It computes what they do at every step, as `mismatch` says; only the last policy is written down.
+    """It computes what they do at every step, as `mismatch` says; only the last policy is written down. The
+    ranks share the matrices of layers, so that they hold rows of some and columns of others.
 
     The saved step is exported meanwhile, and the server takes it, too.
     """
@@ -505,7 +506,7 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 5),
         *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
-        *("--trainer.keep-tokens-gb", 1),
+        *("--trainer.parallel.tensor", 2, "--trainer.keep-tokens-gb", 1),
         *("--ckpt.export.dtype", "bfloat16", "--ckpt.export.shard-size", "500K"),
         *("--trainer.loss.entropy-coef", 0.001, "--trainer.loss.importance", "sequence_mask"),
         *("--orchestrator.advantage.type", "reinforce_plus_plus_baseline"),

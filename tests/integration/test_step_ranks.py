@@ -1,5 +1,5 @@
-"""Optimiser steps of real models on one rank, on two that share it with FSDP2, on two replicas of two, and on
-two pairs whose ranks share the tokens of each row."""
+"""Optimiser steps of real models on one rank, on two that share it with FSDP2, on two replicas of two, on two
+pairs whose ranks share the tokens of each row, and on pairs that share the matrices of each layer."""
 
 import itertools
 import json
@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, UNSHARED, make
+from families import FAMILIES, UNDIVIDED, UNSHARED, make, make_model
 from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
+from tiny import write as write_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -37,6 +38,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.errors import UsageError
+from cairn.trainer.backends.backend import make_backend
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.bradley_terry import BradleyTerry
@@ -45,7 +47,7 @@ from cairn.trainer.models.model import build_model, weights, weights_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
-from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.packing import RankBatch, fill_rows, make_rank_batch
 from cairn.trainer.scoring.self_check import find_rows
 from cairn.trainer.scoring.tokens import Scorer, scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
@@ -54,22 +56,31 @@ from cairn.trainer.tasks.dpo import Reward
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
     **{"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 MODELS: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(**SIZE, tie_word_embeddings=True),
     "untied": LlamaConfig(**SIZE, tie_word_embeddings=False),
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
-    "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "experts": Qwen3MoeConfig(
+        **SIZE | {"num_key_value_heads": 1}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }
 WORLDS = {
     1: {"one": {}},
-    2: {"two": {}},
-    4: {"replicas": {"replicas": 2}, "context": {"context": 2}},
+    2: {"two": {}, "tensor of two": {"tensor": 2}},
+    4: {"replicas": {"replicas": 2}, "context": {"context": 2}, "tensor": {"tensor": 2}},
 }
 """How the ranks of so many processes are laid out, one time after the other."""
 NAMES = [world for worlds in WORLDS.values() for world in worlds]
+
+
+def models_in(world: str) -> list[str]:
+    """The models that can be laid out so."""
+    return [name for name in MODELS if name != "experts" or "tensor" not in world]
+
+
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
 
@@ -122,8 +133,13 @@ def run_rank(rank: int, ranks: int, ports: dict[str, int], folder: Path, familie
     if families and ranks == 2:
         group = join(rank, ranks, ports["families"], context=2)
         found = {family: problem_of_sharing(family, folder / family, group) for family in families}
+        group.leave()
+        group = join(rank, ranks, ports["matrices"], tensor=2)
+        divided = {
+            family: problem_of_dividing(family, folder / f"{family} cut", group) for family in families
+        }
         if rank == 0:
-            (folder / "families.json").write_text(json.dumps(found))
+            (folder / "families.json").write_text(json.dumps({"context": found, "tensor": divided}))
         group.leave()
 
 
@@ -141,13 +157,45 @@ def problem_of_sharing(family: str, folder: Path, group: RankGroup) -> str | Non
     return None
 
 
+def problem_of_dividing(family: str, folder: Path, group: RankGroup) -> str | None:
+    """Why the ranks can't share the matrices of a family's layers; None if they can, and if logprobs, the
+    norm of the gradient and each parameter's gradient are those of a process that has the model."""
+    changed = {"num_key_value_heads": 2} if "num_key_value_heads" in FAMILIES[family].settings else {}
+    plain = make_model(family, **changed).train()
+    if group.rank == 0:
+        write_model(plain, folder)
+    group.barrier()
+    try:
+        model = build_model(folder, TrainerConfig(), group)
+    except UsageError as error:
+        return str(error)
+    read_tensors(folder, weights_in(model, folder), "model", rank=group.rank)
+    plain.set_attn_implementation(model.config._attn_implementation)
+    micro = fill_rows([[make_batch().samples[0]], [make_batch().samples[1]]])
+    found = {}
+    for name, one in (("ranks", model), ("plain", plain)):
+        logprobs = Scorer(one, group.device).logprobs(micro, 0.8)
+        scale = group.world_size if one is model else 1  # as `averaged_over`
+        (logprobs.sum() * scale).backward()
+        found[name] = logprobs.detach()
+    torch.testing.assert_close(found["ranks"], found["plain"], atol=1e-4, rtol=1e-5)
+    norm = make_backend(group).norm_and_clip(dict(model.named_parameters()), 1e9)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    torch.testing.assert_close(norm, expected, atol=0, rtol=1e-4)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        gradient, right = ours.grad.full_tensor(), theirs.grad
+        bound = 1e-3 * right.abs().max().item() + 1e-6
+        torch.testing.assert_close(gradient, right, atol=bound, rtol=0, msg=f"{family}: {name}")
+    return None
+
+
 def run_in(world: str, group: RankGroup, folder: Path) -> None:
     """The first rank writes down what came out."""
     rank, ranks = group.rank, group.world_size
     ranks_agree(group)
     if ranks > 1:
         gathered_layers_are_never_stale(group, folder / "untied", folder / f"gathered on {world}")
-    for name in MODELS:
+    for name in models_in(world):
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
             if rank == 0:
@@ -198,7 +246,8 @@ def gathered_layers_are_never_stale(group: RankGroup, model_folder: Path, folder
     with torch.no_grad():
         kept.scorer.logprobs(micro, 0.8)
     layer = kept.policy.module.model.layers[0]
-    assert not any(isinstance(parameter, DTensor) for parameter in layer.parameters())
+    left = [p.device_mesh.mesh_dim_names for p in layer.parameters() if isinstance(p, DTensor)]
+    assert all(names == ("tensor",) for names in left), "gathered, but for what is cut"
     kept.go_back(folder / "step_1")
     with scoring(kept.scorer):
         assert torch.equal(kept.scorer.logprobs(micro, 0.8), scores[0])
@@ -250,7 +299,7 @@ def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerSta
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
     how: dict[str, object] = {"router_aux_coef": 0.1} if model_folder.name == "experts" else {}
-    if group.context.size > 1 and chunk_logits == WAYS["in chunks"]:
+    if group.layout.model.size > 1 and chunk_logits == WAYS["in chunks"]:
         how["activation_checkpointing"] = True  # the ranks exchange again what is recomputed
     state = start(group, model_folder, **how)
     model = state.policy.module
@@ -284,7 +333,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
     for ranks, worlds in WORLDS.items():
-        ports = {world: free_port() for world in (*worlds, "families")}
+        ports = {world: free_port() for world in (*worlds, "families", "matrices")}
         started = start_ranks(run_rank, ranks, ports, folder, families, world_size=ranks)
         while not started.join():
             pass
@@ -323,7 +372,7 @@ def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[st
 def test_any_ranks_make_the_step_of_one(found: Path, name: str):
     """Its loss, its gradient and its weights, with logits at once and in chunks."""
     reference_row, reference = result(found, name, "at once", "one")
-    for world in NAMES:
+    for world in (world for world in NAMES if name in models_in(world)):
         for way in WAYS:
             row, after = result(found, name, way, world)
             assert row == pytest.approx(reference_row, rel=1e-4), (world, way)
@@ -333,16 +382,17 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
 
 
 @pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
-def test_two_ranks_can_share_rows_or_say_why_not(found: Path, family: str):
+def test_two_ranks_can_share_rows_and_matrices_or_say_why_not(found: Path, family: str):
     """And docs/models.md says so."""
-    problem = json.loads((found / "families.json").read_text())[family]
-    if family not in UNSHARED:
-        assert problem is None
-        return
-    assert re.match(rf"parallel.context = 2 can't serve \w+: .*({UNSHARED[family][1]})", problem)
+    for axis, refused in (("context", UNSHARED), ("tensor", UNDIVIDED)):
+        problem = json.loads((found / "families.json").read_text())[axis][family]
+        if family not in refused:
+            assert problem is None
+            continue
+        assert re.match(rf"parallel.{axis} = 2 can't serve \w+: .*({refused[family][1]})", problem)
 
 
-SHARING = test_two_ranks_can_share_rows_or_say_why_not.__name__
+SHARING = test_two_ranks_can_share_rows_and_matrices_or_say_why_not.__name__
 
 
 def test_any_ranks_train_the_same_reward_model(found: Path):
@@ -364,6 +414,8 @@ LAYOUTS = {
     "two on host": (2, {}, "host"),
     "context": (4, {"context": 2}, "device"),
     "replicas": (4, {"replicas": 2}, "device"),
+    "tensor": (4, {"tensor": 2}, "device"),
+    "tensor on host": (4, {"tensor": 2}, "host"),
 }
 """Ranks, how they are laid out, and where the state is."""
 OPTIMIZERS: dict[str, dict[str, object]] = {
@@ -377,12 +429,18 @@ TRAINED = [*(("untied", name) for name in OPTIMIZERS), ("experts", "muon")]
 """Models and optimisers."""
 
 
+def trained_in(*layouts: str) -> list[tuple[str, str]]:
+    """Those of them that can be trained in all of these layouts."""
+    whole = any("tensor" in layout for layout in layouts)
+    return [one for one in TRAINED if not whole or one[1] not in ("muon", "adamw_8bit")]
+
+
 def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
     """Steps once and writes model and optimiser state as a checkpoint has them."""
     adamw_8bit.FEWEST = 64
     ranks, how, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, **how)
-    for model, name in TRAINED:
+    for model, name in trained_in(layout):
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
         for number in (1, 2):
@@ -397,7 +455,7 @@ def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
     adamw_8bit.FEWEST = 64
     ranks, how, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, **how)
-    for model, name in TRAINED:
+    for model, name in trained_in(layout, source):
         optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
         saved = folder / f"{model} {name} {source} after 1"
@@ -454,11 +512,17 @@ GOES_ON = [
     ("replicas", "two"),
     ("two", "two on host"),
     ("two on host", "two"),
+    ("tensor", "replicas"),
+    ("two", "tensor"),
+    ("tensor", "tensor on host"),
+    ("tensor on host", "tensor"),
 ]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), TRAINED)
-@pytest.mark.parametrize(("layout", "source"), GOES_ON)
+@pytest.mark.parametrize(
+    ("layout", "source", "model", "optimizer"),
+    [(*names, *one) for names in GOES_ON for one in trained_in(*names)],
+)
 def test_a_run_goes_on_in_another_layout(
     handed_on: Path, layout: str, source: str, model: str, optimizer: str
 ):

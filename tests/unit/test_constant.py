@@ -266,7 +266,8 @@ def test_patterns_that_can_not_be_meant_are_refused(patterns: list[str], match: 
 def test_patterns_are_refused_before_anything_starts(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """By a dry run as well; a reward model's own weights have names, too. So is sharing rows unequally."""
+    """By a dry run as well; a reward model's own weights have names, too. So is sharing rows, or matrices,
+    unequally."""
     monkeypatch.chdir(REPOSITORY)
     argv = [command, "@", f"{CONFIGS}/{command}.toml", "--output-dir", str(tmp_path / "run"), "--freeze"]
     for flags in (("nonsense.*",), ("nonsense.*", "--dry-run")):
@@ -277,11 +278,11 @@ def test_patterns_are_refused_before_anything_starts(
         assert not (tmp_path / "run").exists()
     monkeypatch.setattr("sys.argv", [*argv, "model.embed_tokens.*", "--dry-run"])
     assert getattr(main, command)() == 0
-    for context, code in ((3, 2), (2, 0)):
-        sharing = ("--workers", "6", "--parallel.context", str(context), "--dry-run")
+    for axis, ranks, code in (("context", 3, 2), ("context", 2, 0), ("tensor", 3, 2), ("tensor", 2, 0)):
+        sharing = ("--workers", "6", f"--parallel.{axis}", str(ranks), "--dry-run")
         monkeypatch.setattr("sys.argv", [*argv[:-1], *sharing])
         assert getattr(main, command)() == code
-        error = "error: --parallel.context = 3 can't serve Qwen3ForCausalLM: its 4 attention heads can't be"
+        error = f"error: --parallel.{axis} = 3 can't serve Qwen3ForCausalLM: its 4 attention heads can't be"
         assert (error in capsys.readouterr().err) == (code == 2)
 
 

@@ -370,6 +370,33 @@ def test_ranks_that_share_rows_have_their_part_of_activations_and_logits(folder:
         footprint_of(path, **how, context=3)
 
 
+def test_ranks_that_share_matrices_gather_and_keep_their_part_of_a_layer(folder: Callable[..., Path]):
+    """Hidden states, which are all that recomputed layers keep, are on each rank."""
+    path = str(folder("qwen3"))
+
+    def needs(tensor: int, again: bool) -> Need:
+        how = {"compute": "bfloat16", "activation_checkpointing": again}
+        config = config_of(
+            workers=4, seq_len=4096, parallel={"tensor": tensor}, activation_checkpointing=again
+        )
+        footprint = footprint_of(path, **how, tensor=tensor)
+        return rank_need(footprint, config, ranks=4, gpu=True, chunk_logits=1 << 40)
+
+    alone, shared = (needs(tensor, again=False) for tensor in (1, 2))
+    for what in ("weights, float32", "moments"):
+        assert part(shared, what) == part(alone, what)
+    footprint = footprint_of(path, compute="bfloat16", activation_checkpointing=False)
+    on_the_way = "gradients of a layer on their way"
+    assert part(alone, "weights gathered") - part(shared, "weights gathered") == max(footprint.layers)
+    assert part(shared, on_the_way) == part(alone, on_the_way) // 2
+    assert part(alone, "activations of") // 2 < part(shared, "activations of") < part(alone, "activations of")
+    assert part(shared, "chunk of logits") < part(alone, "chunk of logits")
+    recomputed = [part(needs(tensor, again=True), "activations of") for tensor in (1, 2)]
+    assert recomputed[1] == pytest.approx(recomputed[0], rel=0.01)
+    with pytest.raises(UsageError, match=r"parallel.tensor = 3 .* its \d+ attention heads can't be shared"):
+        footprint_of(path, compute="bfloat16", activation_checkpointing=False, tensor=3)
+
+
 def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):

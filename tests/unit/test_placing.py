@@ -250,6 +250,25 @@ def test_ranks_are_divided_among_replicas():
         load(SFTConfig, ["--parallel.context", "2", "--lora.dropout", "0.1"])
     with pytest.raises(UsageError, match=r"compile beside parallel.context = 2: .* leave one out"):
         load(SFTConfig, ["--parallel.context", "2", "--compile"])
+    with pytest.raises(UsageError, match=r"parallel.tensor = 3 does not divide the ranks .*: workers = 4"):
+        placed(KINDS["sft"], load(SFTConfig, ["--parallel.tensor", "3"]), machine(4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--parallel.context", "2"), r"parallel.context = 2 was not tried"),
+        (("--replicas", "2"), r"replicas = 2 was not tried"),
+        (("--lora",), r"lora, "),
+        (("--compile",), r"compile was not tried"),
+        (("--optimizer.type", "muon"), r"optimizer.type = 'muon', which needs matrices"),
+        (("--optimizer.type", "adamw_8bit"), r"optimizer.type = 'adamw_8bit', which needs"),
+    ],
+)
+def test_what_does_not_go_with_shared_matrices_is_refused(flags: tuple[str, ...], what: str):
+    load(SFTConfig, list(flags))
+    with pytest.raises(UsageError, match=rf"{what}.* beside parallel.tensor = 2; leave one out"):
+        load(SFTConfig, ["--parallel.tensor", "2", *flags])
 
 
 @pytest.mark.parametrize("value", ["", "-1", ",", "1,1", "true"])

@@ -14,6 +14,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
+from cairn.launch.memory import frozen_folders
 from cairn.launch.plan import dry_run, evaluation, memory_check
 from cairn.launch.plan.division import has_several_gpus, with_gpus, with_servers_chosen
 from cairn.launch.plan.environments import check_orchestrator, facts_of
@@ -298,6 +299,17 @@ def _teachers(draft: Draft) -> Draft:
     return draft.having(config=draft.kind.with_sources(draft.config, sources), recipe=recipe)
 
 
+def _matrices_of_others(draft: Draft) -> Draft:
+    with importing():
+        from cairn.trainer.models.model import check_matrices
+
+    beside = (one.model for one in draft.trainer.auxiliary_models.values())
+    for folder in (*frozen_folders(draft.trainer, draft.model), *beside):
+        if Path(folder).is_dir():  # others are the policy's, or not there yet in a dry run
+            check_matrices(Path(folder), draft.trainer)
+    return draft
+
+
 def _preflight(draft: Draft) -> Draft:
     facts = facts_of_run(draft, records_are_checked=True)
     found = preflight(draft.kind, draft.config, Path(draft.model), facts)
@@ -431,8 +443,9 @@ STEPS = (
         touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
     ),
     PlanStep(
-        "frozen weights and shared rows", _parts_of_the_model, RUNS, needs=("model",),
-        when=lambda draft: bool(draft.trainer.freeze) or draft.trainer.parallel.context > 1,
+        "frozen weights, shared rows and matrices", _parts_of_the_model, RUNS, needs=("model",),
+        when=lambda draft: bool(draft.trainer.freeze)
+        or max(draft.trainer.parallel.context, draft.trainer.parallel.tensor) > 1,
     ),
     PlanStep(
         "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),
@@ -441,6 +454,10 @@ STEPS = (
     PlanStep(
         "models that score batches", _teachers, RUNS, needs=("start", "model", "recipe"),
         gives=("config", "recipe"), touches=("disk", "network"), dry=dry_run.teachers,
+    ),
+    PlanStep(
+        "shared matrices of other models", _matrices_of_others, RUNS, needs=("model",),
+        when=lambda draft: draft.trainer.parallel.tensor > 1,
     ),
     PlanStep(
         "whether layers stay gathered", memory_check.layers_gathered, RUNS, needs=("placing", "model"),

@@ -157,6 +157,7 @@ class Worker:
                         device=device,
                         replicas=config.replicas,
                         context=config.parallel.context,
+                        tensor=config.parallel.tensor,
                         hang_timeout=config.hang_timeout,
                     )
                     outcome = train(config, attempt, group)

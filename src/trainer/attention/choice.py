@@ -20,7 +20,7 @@ that measure distances by the place in the row (ALiBi), get one sample a row.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -175,10 +175,10 @@ def check_context(model: PreTrainedModel, ranks: int) -> None:
         UsageError: they can't.
     """
     if ranks > 1 and (problem := _context_problem(model, ranks)):
-        raise UsageError(f"parallel.context = {ranks} can't serve {_name_of(model)}: {problem}")
+        raise UsageError(f"parallel.context = {ranks} can't serve {name_of(model)}: {problem}")
 
 
-def _name_of(model: PreTrainedModel) -> str:
+def name_of(model: torch.nn.Module) -> str:
     """As its makers call it; FSDP2 makes a class of its own."""
     return type(model).__name__.removeprefix("FSDP")
 
@@ -193,11 +193,17 @@ def _context_problem(model: PreTrainedModel, ranks: int) -> str | None:
         return f"its {heads} attention heads can't be shared equally; take a number that divides them"
     if getattr(config, "sliding_window", None) and not model._supports_flash_attn:
         return "it has windows that only its own masks know"
-    drawn = any(getattr(config, name, None) for name in DRAWN)
-    drawn = drawn or any(isinstance(one, torch.nn.Dropout) and one.p for one in model.modules())
-    if drawn and any(parameter.requires_grad for parameter in model.parameters()):
+    if draws_numbers(model, DRAWN):
         return "it has dropout or noise, whose draws for a token would depend on the rank that computes it"
     return _problem(model)
+
+
+def draws_numbers(model: PreTrainedModel, names: Sequence[str]) -> bool:
+    """Whether a model that is trained has dropout or noise: by these settings of it, or by its modules."""
+    config = model.config.get_text_config()
+    drawn = any(getattr(config, name, None) for name in names)
+    drawn = drawn or any(isinstance(one, torch.nn.Dropout) and one.p for one in model.modules())
+    return drawn and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _windows_of(model: PreTrainedModel) -> tuple[int | None, ...]:

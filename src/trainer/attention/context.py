@@ -29,7 +29,7 @@ from cairn.trainer.attention.kernels import (
     refuse_arguments,
     torch_varlen,
 )
-from cairn.trainer.group import Axis
+from cairn.trainer.group import NO_AXIS, Axis
 from cairn.trainer.packing import MicroBatch
 
 NAMES = {"dense": "cairn_context_dense", "varlen": "cairn_context_varlen", "flex": "cairn_context_flex"}
@@ -63,14 +63,21 @@ class RowsPart:
         return _Together.apply(values, self.own, self.learned, self.axis)
 
 
-def part_of_rows(micro: MicroBatch, axis: Axis) -> RowsPart:
+def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsPart:
     """This rank's part of a micro-batch's rows, which is all of them on an axis of one rank.
 
     On a GPU the number of own tokens is waited for.
+
+    Args:
+        tensor: ranks whose layers compute all of each row together. Each has its part of the learned tokens.
     """
     if axis.size == 1:
-        places = micro.learned - 1
-        return RowsPart(micro.input_ids, micro.position_ids, places, None, len(micro.learned), axis)
+        places, learned, own = micro.learned - 1, len(micro.learned), None
+        if tensor.size > 1:
+            first, end = (learned * number // tensor.size for number in (tensor.rank, tensor.rank + 1))
+            own = torch.arange(first, end, device=places.device)
+            places = places[first:end]
+        return RowsPart(micro.input_ids, micro.position_ids, places, own, learned, tensor)
     micro = widened(micro, axis.size)
     width = micro.input_ids.shape[1]
     here = width // axis.size

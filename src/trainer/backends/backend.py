@@ -1,7 +1,8 @@
 """The protocol of a training backend: the code that lays a model out over ranks, on one page.
 
 The training loop, the losses and the checkpoints know ranks only through what is written here and through the
-`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation.
+`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation, and tensor
+parallelism with FSDP2 beside it (`tensor.py`) another.
 
 What a rank holds of a tensor is a `Share` (`checkpoint/tensors/placement.py`; `share_of` gives it): shape and
 data type of the whole in its hub layout, the ranges of it that are here, a view of their values in place, and
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.backends.fsdp2 import FSDP2
+from cairn.trainer.backends.tensor import TensorParallel
 from cairn.trainer.group import RankGroup, RankLayout
 from cairn.trainer.packing import MicroBatch
 
@@ -91,10 +93,10 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": FSDP2}
+BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": FSDP2, "tensor": TensorParallel}
 """By name."""
 
 
 def make_backend(group: RankGroup) -> Backend:
     """The backend of a run's ranks."""
-    return BACKENDS["fsdp2"](group)
+    return BACKENDS["tensor" if group.tensor.size > 1 else "fsdp2"](group)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -43,18 +44,11 @@ class FSDP2:
         keeps the plain model, which is faster and computes the same bits.
         """
         mesh = self._group.mesh
-        precision = config.precision.settled(gpu=mesh.device_type == "cuda")
-        compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
-        on_host = config.state_on == "host"
-        if mesh.size() > 1 or on_host or not compute == reduce == torch.float32:
-            pin = mesh.device_type == "cuda"
-            how: dict[str, Any] = {
-                "mesh": mesh,
-                "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
-                "offload_policy": CPUOffloadPolicy(pin) if on_host else OffloadPolicy(),
-            }
-            _shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
-        _allocate(model, "cpu" if on_host else mesh.device_type)
+        how = arguments_of(mesh, config)
+        on_host, plain = config.state_on == "host", MixedPrecisionPolicy(torch.float32, torch.float32)
+        if mesh.size() > 1 or on_host or how["mp_policy"] != plain:
+            shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
+        allocate(model, "cpu" if on_host else mesh.device_type)
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], loss: Callable[[MicroBatch], tuple[torch.Tensor, S]]
@@ -96,8 +90,20 @@ class FSDP2:
         """Nothing to do: the allocator takes memory as the next passes ask for it."""
 
 
+def arguments_of(mesh: DeviceMesh, config: TrainerBase) -> dict[str, Any]:
+    """Arguments of `fully_shard`: over which ranks, in which data types, and where the shards are."""
+    on_gpu = mesh.device_type == "cuda"
+    precision = config.precision.settled(gpu=on_gpu)
+    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
+    return {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+        "offload_policy": CPUOffloadPolicy(on_gpu) if config.state_on == "host" else OffloadPolicy(),
+    }
+
+
 @torch.no_grad()
-def _allocate(model: PreTrainedModel, device: str) -> None:
+def allocate(model: PreTrainedModel, device: str) -> None:
     """Give the weights, or this rank's shards of them, memory on `device`; their values are undefined."""
 
     def allocated(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,8 +118,13 @@ def _allocate(model: PreTrainedModel, device: str) -> None:
     model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
 
 
-def _shard(
-    model: PreTrainedModel, layers: Sequence[torch.nn.Module], how: Mapping[str, Any], *, keep_gathered: bool
+def shard(
+    model: PreTrainedModel,
+    layers: Sequence[torch.nn.Module],
+    how: Mapping[str, Any],
+    *,
+    keep_gathered: bool,
+    layer_mesh: DeviceMesh | None = None,
 ) -> None:
     """Make units of what is gathered together: each layer, and the embeddings of input and output.
 
@@ -123,9 +134,11 @@ def _shard(
         how: arguments of `fully_shard`.
         keep_gathered: whether layers stay gathered from the forward to the backward pass; what they compute
             is the same. A pass without a backward one leaves them so, hence `reshard`.
+        layer_mesh: the ranks over which layers are sharded; default: as all else.
     """
+    of_layers = {**how, "mesh": layer_mesh or how["mesh"]}
     for layer in layers:
-        fully_shard(layer, **how, reshard_after_forward=not keep_gathered)
+        fully_shard(layer, **of_layers, reshard_after_forward=not keep_gathered)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not embeddings.weight:
         unit = fully_shard(embeddings, **how)

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.model import LoraConfig
 from cairn.trainer.attention.choice import Device, caps_attention, check_context, choose
+from cairn.trainer.backends.tensor import check_tensor
 from cairn.trainer.models.lora import adapt
 from cairn.trainer.models.model import layers_of
 
@@ -102,6 +103,7 @@ def footprint_of(
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto",
     lora: LoraConfig | None = None,
     context: int = 1,
+    tensor: int = 1,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
@@ -112,9 +114,11 @@ def footprint_of(
         capability: CUDA's, of the GPU that trains; None on a CPU.
         attention, lora: the settings of these names.
         context: ranks that share the tokens of each row.
+        tensor: ranks that share the matrices of each layer, and so what layers keep beside hidden states.
 
     Raises:
-        UsageError: the model can't have the attention that is asked for, or ranks can't share its rows.
+        UsageError: the model can't have the attention that is asked for, or ranks can't share its rows or
+            matrices.
         Exception: whatever transformers or the model's code raise; not every model runs without values.
     """
     dtype = DTYPES_IN_SETTINGS[compute]
@@ -127,14 +131,15 @@ def footprint_of(
         AttentionInterface.register(ATTENTION, _attend)
         kernel, _ = choose(attention, model, Device(capability, dtype))
         check_context(model, context)
+        layers = layers_of(model)
+        check_tensor(model, layers, tensor)
         if kernel or model.config._attn_implementation == "sdpa":
             dense = kernel is None and caps_attention(model)
             model.set_attn_implementation("eager" if dense else ATTENTION)
-        whole = kept = _growth(model)
-        layers = layers_of(model)
+        whole = kept = _growth(model, tensor)
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            kept = _growth(model)
+            kept = _growth(model, tensor)
     trained = None
     if lora:
         adapt(model, lora)
@@ -164,20 +169,25 @@ def active_experts(config: Any) -> float | None:
     return chosen / count if count and chosen else None
 
 
-def _growth(model: PreTrainedModel) -> Growth:
+def _growth(model: PreTrainedModel, tensor: int) -> Growth:
     n = COUNTED_TOKENS
     try:
-        return Growth.through(n, _kept(model, n), _kept(model, 2 * n))
+        return Growth.through(n, _kept(model, n, tensor), _kept(model, 2 * n, tensor))
     except RuntimeError:
         if next(model.parameters()).dtype != torch.float32:
             raise
     # On the meta device, torch multiplies groups (experts) in bfloat16 only.
     torch.nn.Module.bfloat16(model)
-    return Growth.through(n, _kept(model, n), _kept(model, 2 * n)).times(2)
+    return Growth.through(n, _kept(model, n, tensor), _kept(model, 2 * n, tensor)).times(2)
 
 
-def _kept(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes that one row's forward pass, but for the head, keeps for the backward pass beside weights."""
+def _kept(model: PreTrainedModel, tokens: int, tensor: int) -> int:
+    """Bytes that one row's forward pass, but for the head, keeps for the backward pass beside weights.
+
+    Of so many ranks that share matrices each keeps what is as wide as hidden states, and its part of what
+    else there is.
+    """
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
     of_model = [*model.parameters(), *model.buffers()]
     known = {_storage_of(tensor) for tensor in of_model}
     kept: dict[int, torch.Tensor] = {}  # tensors are held, or another could get a storage's number
@@ -193,7 +203,10 @@ def _kept(model: PreTrainedModel, tokens: int) -> int:
     mask = None if fused else torch.ones(1, tokens, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.base_model(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(
+        one.untyped_storage().nbytes() // (1 if one.shape[-1:] == (width,) else tensor)
+        for one in kept.values()
+    )
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

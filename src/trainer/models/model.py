@@ -24,6 +24,7 @@ from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention, check_context
 from cairn.trainer.backends.backend import make_backend
+from cairn.trainer.backends.tensor import check_tensor
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
 
@@ -107,11 +108,25 @@ def check_parts(
         remade: as for `build_model`.
 
     Raises:
-        UsageError: `freeze` names no weights, or ranks can't share the model's rows.
+        UsageError: `freeze` names no weights, or ranks can't share the model's rows or matrices.
     """
-    model = _outline(load_config(folder))
+    model = check_matrices(folder, config)
     check_context(model, config.parallel.context)
     freeze(remade(model), config.freeze)
+
+
+def check_matrices(folder: Path, config: TrainerBase) -> PreTrainedModel:
+    """Check that ranks can share the matrices of the model in `folder`, if they are to.
+
+    Returns:
+        The model, without values.
+
+    Raises:
+        UsageError: they can't.
+    """
+    model = _outline(load_config(folder))
+    check_tensor(model, layers_of(model), config.parallel.tensor)
+    return model
 
 
 def _outline(config: PreTrainedConfig) -> PreTrainedModel:

@@ -31,6 +31,7 @@ from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense
 from cairn.trainer.attention.context import part_of_rows
+from cairn.trainer.backends.tensor import tensor_axis
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, config_of
 from cairn.trainer.models.trained import Trained
@@ -248,7 +249,7 @@ class Valuer:
         return everywhere.view_as(micro.input_ids)[:, 1:]
 
     def _run(self, micro: MicroBatch, *, probe: bool) -> torch.Tensor:
-        part = part_of_rows(micro, self.attention.context)
+        part = part_of_rows(micro, self.attention.context, tensor_axis(self.model))
         ids, positions = part.input_ids, part.position_ids
         more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
         return part.together(

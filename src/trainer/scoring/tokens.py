@@ -21,6 +21,7 @@ from cairn.run.batches import Sample
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Rows, dense
 from cairn.trainer.attention.context import RowsPart, part_of_rows
 from cairn.trainer.backends.fsdp2 import reshard
+from cairn.trainer.backends.tensor import tensor_axis
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.scoring import entropy
 from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, of_logits
@@ -98,7 +99,7 @@ class Scorer:
             of_all_logits: the same from logits.
         """
         learned = micro.learned
-        part = part_of_rows(micro, self.attention.context)
+        part = part_of_rows(micro, self.attention.context, tensor_axis(self.model))
         tokens = part.of_own(micro.input_ids.flatten()[learned])
         found: list[torch.Tensor] = []
 
