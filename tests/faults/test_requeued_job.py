@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import CONFIGS, Shell, assert_same_bits, rows, step_folder, tensors, untimed, whole_rows
+from runs import (
+    CONFIGS,
+    LOWEST_PORT,
+    Shell,
+    assert_same_bits,
+    free_port,
+    rows,
+    step_folder,
+    tensors,
+    untimed,
+    whole_rows,
+)
 
 from cairn.run.directory import RunDirectory
 
@@ -15,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 LAST = 100
 SETTINGS = ("--seq-len", 32, "--data.batch-size", 8, "--max-steps", LAST, "--ckpt.interval", 25)
-JOB = str(os.getpid())
+JOB = str(free_port() - LOWEST_PORT)
 """Its number also decides at which port its Ray listens, on more than one node."""
 SBATCH = """#!/bin/bash
 echo "$1" > "{folder}/submitted"

@@ -122,8 +122,8 @@ def test_a_full_gpu_ends_the_run_at_once(shell: Shell, tmp_path: Path):
         done = command.finish()
     assert done.code == 1, done.output
     assert "trainer rank 1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB." in done.output
-    assert "lower seq_len (now 512), turn on activation_checkpointing, or shard the model" in done.output
-    assert "over more workers (now 2)" in done.output
+    assert "lower seq_len (now 512), turn on activation_checkpointing, share rows among" in done.output
+    assert "or shard the model over more workers (now 2)" in done.output
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [event for event in events if event["event"] == "restart"] == []
 

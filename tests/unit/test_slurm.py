@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import DEADLINE
+from runs import DEADLINE, LOWEST_PORT, free_port
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
@@ -147,8 +146,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     prefix = tmp_path / "installed"
     (prefix / "bin").mkdir(parents=True)
     for name, behaviour in BEHAVIOURS.items():
@@ -161,7 +159,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         "NODES": "localhost node2 node3",
         "STATE": "RUNNING",
         "END": "Unknown",
-        "SLURM_JOB_ID": str(port - 20000 if 20000 <= port < 40000 else port % 20000),
+        "SLURM_JOB_ID": str(port - LOWEST_PORT),
         "SLURM_JOB_NODELIST": "node[1-3]",
     }
     job = Job(tmp_path, environment)

@@ -16,7 +16,7 @@ on() {
 start_ray() {
     local head=$1 count=$#
     shift
-    address="$head:$((20000 + SLURM_JOB_ID % 20000))"
+    address="$head:$((20000 + SLURM_JOB_ID % 12768))" # below the ports that Linux gives to connections
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$folder/ray_token_$SLURM_JOB_ID"
     (umask 077 && secret > "$RAY_AUTH_TOKEN_PATH")
     on 1 "$head" bash "$folder/node.sh" head "$address"
