@@ -11,6 +11,8 @@ from runs import CONFIGS, Server, Shell, rows
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.directory import RunDirectory
 
+pytestmark = pytest.mark.timeout(600)  # for the fixture that waits for the run
+
 STEPS = 4
 REASONS = {
     "crashes": r"the process was killed by SIGSEGV while it ran, .*the answer was ",
