@@ -99,7 +99,8 @@ def forked_helpers() -> Iterator[None]:
 def same_environment() -> Iterator[None]:
     """What code under test leaves in the environment, such as OMP_NUM_THREADS, is gone after its test.
 
-    Else all later tests of this process would have it, and their commands would be executed.
+    Else all later tests of this process would have it, and their commands would be executed. A fixture of a
+    module that sets variables is asked for by name: what `getfixturevalue` starts within a test is gone, too.
     """
     before = dict(os.environ)
     yield

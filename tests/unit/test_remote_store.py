@@ -48,12 +48,11 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(params=["s3", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+def url(request: pytest.FixtureRequest, s3: Path, tmp_path: Path) -> tuple[str, Path]:
     """An empty prefix, and the folder that its objects lie in."""
     if request.param == "file":
         return f"file://{tmp_path}/remote", tmp_path / "remote"
-    bucket = request.getfixturevalue("s3")
-    return f"s3://bucket/{tmp_path.name}", bucket / tmp_path.name
+    return f"s3://bucket/{tmp_path.name}", s3 / tmp_path.name
 
 
 @pytest.fixture
