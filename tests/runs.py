@@ -333,13 +333,11 @@ _one_thread = threading.Lock()
 def ensure_forkserver() -> None:
     """Start that process, where it finds the modules of our tests."""
     here = Path(__file__).parent
-    with _one_thread:
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here / "faults"), before]))
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    with _one_thread, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(here / "faults"), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(here), prepend=os.pathsep)
+        patch.setenv("PYTHONFAULTHANDLER", "1")  # a rank that crashes says where, in what pytest captures
+        forkserver.ensure_running()
 
 
 def start_ranks(
