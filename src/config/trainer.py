@@ -118,8 +118,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """CPU threads per rank."""
     seq_len: int = Field(default=2048, ge=2)
     """Maximum tokens of a row; samples are packed into rows, and longer samples are cut."""
-    micro_batch_size: int = Field(default=1, ge=1)
-    """Rows of seq_len tokens (or shorter rows with as many tokens in all) per forward and backward pass."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows of seq_len tokens, or as many in shorter rows, per pass (default: 1; on GPUs as many as fit)."""
     micro_batch_tokens: int | None = Field(default=None, ge=2)
     """Tokens per forward and backward pass, in place of micro_batch_size; a longer sample has one alone."""
     optimizer: OptimizerConfig = AdamWConfig()
@@ -147,7 +147,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     wandb: WandbConfig | None = None
 
     def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
-        return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
+        settled = self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
+        return settled if gpu else settled.left_to(micro_batch_size=1)
 
     @property
     def ranks(self) -> int:
@@ -215,11 +216,16 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     @property
     def pass_tokens(self) -> int:
         """Tokens of a micro-batch, of which only a longer sample has more."""
-        return self.micro_batch_tokens or self.micro_batch_size * self.seq_len
+        return self.micro_batch_tokens or self.rows * self.seq_len
+
+    @property
+    def rows(self) -> int:
+        """Rows of `seq_len` tokens in a micro-batch: `micro_batch_size`, if the plan has set it."""
+        return self.micro_batch_size or 1
 
     @model_validator(mode="after")
     def _one_size_of_micro_batches(self) -> "TrainerBase":
-        if self.micro_batch_tokens is not None and self.micro_batch_size > 1:
+        if self.micro_batch_tokens is not None and self.rows > 1:
             raise ValueError(
                 f"micro_batch_tokens = {self.micro_batch_tokens} and micro_batch_size = "
                 f"{self.micro_batch_size} both give the size of a micro-batch; leave one out"

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from cairn.trainer.models.footprint import Footprint  # which imports torch
 
 logger = logging.getLogger(__name__)
+PASS_TOKENS = 16_384
+"""Tokens of a pass that keep a GPU busy: for 94 to 98 % of the time in models of 0.6B and 1.7B, where 4,096
+tokens do for 54 to 63 % (docs/gpu.md)."""
+ROOM = 0.8
+"""Share of a GPU's memory that rows beyond the first may fill: estimates were up to 14 % too low there."""
 MOST_SEQUENCES = 1024
 """What vLLM chooses for `max_num_seqs` on a GPU with 70 GiB or more (`EngineArgs.get_batch_defaults`)."""
 
@@ -67,7 +72,7 @@ def check_rank(rank: Need, config: TrainerBase, machine: Machine, flags: str = "
 
 def _fewer_activations(config: TrainerBase, flags: str) -> list[str]:
     """The settings that lower what activations take, unless they are as low as can be."""
-    fewer = [f"a lower {flags}micro-batch-size"] if config.micro_batch_size > 1 else []
+    fewer = [f"a lower {flags}micro-batch-size"] if config.rows > 1 else []
     if config.micro_batch_tokens is not None and config.micro_batch_tokens > config.seq_len:
         fewer = [f"a lower {flags}micro-batch-tokens"]
     fewer += [f"a lower {flags}seq-len"]
@@ -144,18 +149,28 @@ class CountedModels:
         rank = rank_need(self.policy, config, chunk_logits=chunk, **others)
         return TrainingNeeds(rank, host_need(self.policy, rank, config, **others))
 
-    def with_layers_gathered(self, config: TrainerBase, machine: Machine) -> TrainerBase:
-        """The configuration with `keep_gathered`, if that is open and GPUs have room for all layers by
-        estimate.
+    def with_room_used(self, config: TrainerBase, machine: Machine) -> TrainerBase:
+        """The configuration with `micro_batch_size` and `keep_gathered`, which are open, where GPUs have room
+        by estimate: rows first, since passes over few tokens wait for kernels to be launched.
 
-        Not beside other models, of which each would need as much, nor where a server takes what is left.
+        Neither where servers take what is left, and no gathered layers beside other models, of which each
+        would need as much.
         """
-        alone = not self.beside and not self.frozen and not config.shares_gpu
-        if config.keep_gathered is not None or not machine.has_gpus or config.state_on == "host" or not alone:
+        if not machine.has_gpus or config.state_on == "host" or config.shares_gpu:
             return config
-        kept = config.model_copy(update={"keep_gathered": True})
         has = min(gpu.memory for gpu in machine.gpus)
-        return kept if self.needs(kept, machine).rank.total <= has else config
+        if config.micro_batch_tokens is None:
+            sizes = [1 << power for power in range(1, (PASS_TOKENS // config.seq_len).bit_length())]
+            fitting = [n for n in sizes if self._taken(config, machine, micro_batch_size=n) <= ROOM * has]
+            config = config.left_to(micro_batch_size=max(fitting, default=None))
+        alone = not self.beside and not self.frozen
+        if alone and self._taken(config, machine, keep_gathered=True) <= has:
+            config = config.left_to(keep_gathered=True)
+        return config
+
+    def _taken(self, config: TrainerBase, machine: Machine, **others: Any) -> int:
+        """Bytes that a rank takes with other settings."""
+        return self.needs(config.model_copy(update=others), machine).rank.total
 
 
 def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedModels:

@@ -426,8 +426,8 @@ def out_of_memory(error: BaseException, config: TrainerBase) -> OutOfMemory | No
     ways = [f"lower seq_len (now {config.seq_len})"]
     if config.micro_batch_tokens is not None and config.micro_batch_tokens > config.seq_len:
         ways.insert(0, f"lower micro_batch_tokens (now {config.micro_batch_tokens})")
-    elif config.micro_batch_size > 1:
-        ways.insert(0, f"lower micro_batch_size (now {config.micro_batch_size})")
+    elif config.rows > 1:
+        ways.insert(0, f"lower micro_batch_size (now {config.rows})")
     if not config.activation_checkpointing:
         ways.append("turn on activation_checkpointing")
     if config.ranks > config.parallel.context:

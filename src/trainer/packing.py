@@ -190,7 +190,7 @@ def make_rank_batch(
     together, masks = batch.together, batch.loss_masks
     how: dict[str, Any] = {
         "row_length": config.seq_len,
-        "rows_each": config.micro_batch_size,
+        "rows_each": config.rows,
         "tokens": config.micro_batch_tokens,
         "arrange": arrange or shared_rows,
     }

@@ -253,9 +253,9 @@ ROOMY = machine_of("2x80G,1T")
 def test_layers_stay_gathered_where_gpus_have_room_for_all(folder: Callable[..., Path]):
     """By estimate; not where that is given, on CPUs, beside a server or other models, or in host memory."""
     model = str(folder("qwen3"))
-    config = settled_for_gpus(workers=2)
+    config = settled_for_gpus(workers=2, micro_batch_size=1)
     counted = count_models(model, config, ROOMY)
-    kept = counted.with_layers_gathered(config, ROOMY)
+    kept = counted.with_room_used(config, ROOMY)
     assert kept.keep_gathered
     apart, together = (counted.needs(one, ROOMY).rank for one in (config, kept))
     layers = footprint_of(model, compute="bfloat16", activation_checkpointing=False).layers
@@ -267,12 +267,36 @@ def test_layers_stay_gathered_where_gpus_have_room_for_all(folder: Callable[...,
         (config, full),
         (config, machine_of("1T")),
         (settled_for_gpus(workers=2, state_on="host"), ROOMY),
-        (settled_for_gpus(workers=2, keep_gathered=False), ROOMY),
+        (settled_for_gpus(workers=2, micro_batch_size=1, keep_gathered=False), ROOMY),
     ]:
-        assert counted.with_layers_gathered(other, machine) == other
-    compared = TrainerConfig(kl={"reference": "start", "coef": 0.1}).settled(gpu=True)
+        assert counted.with_room_used(other, machine) == other
+    compared = TrainerConfig(kl={"reference": "start", "coef": 0.1}, micro_batch_size=1).settled(gpu=True)
     assert compared.teachers
-    assert count_models(model, compared, ROOMY).with_layers_gathered(compared, ROOMY) == compared
+    assert count_models(model, compared, ROOMY).with_room_used(compared, ROOMY) == compared
+
+
+def test_passes_have_as_many_rows_as_gpus_have_room_for(folder: Callable[..., Path]):
+    """Up to 16,384 tokens, in four fifths of the memory by estimate; never where the size is given."""
+    config = settled_for_gpus(workers=2, keep_gathered=False)
+    counted = count_models(str(folder("qwen3")), config, ROOMY)
+
+    def rows(memory: float, **settings: Any) -> int:
+        gpu = replace(ROOMY.gpus[0], memory=int(memory))
+        chosen = counted.with_room_used(
+            config.model_copy(update=settings), replace(ROOMY, gpus=(ROOMY.gpus[0], gpu))
+        )
+        assert chosen.pass_tokens == (chosen.micro_batch_tokens or chosen.rows * chosen.seq_len)
+        return chosen.rows
+
+    assert (rows(1 << 40), rows(1 << 40, seq_len=4096), rows(1 << 40, seq_len=10_000)) == (8, 4, 1)
+    for fitting in (2, 4, 8):
+        total = counted.needs(config.model_copy(update={"micro_batch_size": fitting}), ROOMY).rank.total
+        assert rows(total / 0.8 + 1) == fitting
+        assert rows(total / 0.8 - 1) == fitting // 2
+    assert rows(1 << 40, micro_batch_size=3) == 3
+    assert rows(1 << 40, micro_batch_tokens=4096) == 1
+    assert rows(1 << 40, state_on="host") == 1
+    assert SFTConfig().settled(gpu=False).micro_batch_size == 1, "as runs on CPUs have always had"
 
 
 def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:
@@ -554,7 +578,8 @@ def test_a_dry_run_prints_the_estimate(
     for line in (
         "training needs about .* a GPU, has 80.0 GiB:",
         "of the machine's memory, has 1024.0 GiB:",
-        r"[GM]iB +activations of 1 x 2048 tokens \(estimated\)",
+        r"[GM]iB +activations of 8 x 2048 tokens \(estimated\)",
+        "  trainer.micro_batch_size = 8: by estimate, each GPU has room for so many rows, up to 16384 t",
         "the server needs about .* a GPU, has 80.0 GiB:",
         "weights, bfloat16",
     ):

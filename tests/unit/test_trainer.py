@@ -959,4 +959,4 @@ def test_a_record_that_is_bad_is_reported_at_its_step():
 
 def test_defaults_fit_each_other():
     """A configuration without any key is one that can be trained with."""
-    assert SFTConfig().seq_len >= SFTConfig().micro_batch_size
+    assert SFTConfig().seq_len >= SFTConfig().rows

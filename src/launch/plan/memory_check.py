@@ -10,6 +10,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
 from cairn.launch.memory import (
+    PASS_TOKENS,
     CountedModels,
     Uncountable,
     check_serving,
@@ -31,7 +32,13 @@ from cairn.launch.plan.settings import Choice
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 
-# Layers that stay gathered
+# Settings that use the room that GPUs have
+
+WHY = {
+    "micro_batch_size": f"by estimate, each GPU has room for so many rows, up to {PASS_TOKENS} tokens",
+    "keep_gathered": "by estimate, each GPU has room for all layers at once",
+}
+"""Settings of the trainer that the estimate sets where they are open, and why."""
 
 
 def trains_on_own_gpus(draft: Draft) -> bool:
@@ -39,34 +46,34 @@ def trains_on_own_gpus(draft: Draft) -> bool:
     return draft.ranks.has_gpus and draft.trainer.ray.address is None
 
 
-def layers_gathered(draft: Draft) -> Draft:
-    """With the trainer's models counted, and `keep_gathered` where all layers have room by estimate."""
-    return _with_layers_gathered(draft, counted_if_possible(draft.model, draft.trainer, draft.ranks))
+def room_used(draft: Draft) -> Draft:
+    """With the trainer's models counted, and what is open of `WHY` where GPUs have room by estimate."""
+    return _with_room_used(draft, counted_if_possible(draft.model, draft.trainer, draft.ranks))
 
 
-def layers_gathered_in_words(draft: Draft) -> Draft:
-    """The same in a dry run, which shows the setting, and whose estimate says if a model can't be counted."""
+def room_used_in_words(draft: Draft) -> Draft:
+    """The same in a dry run, which shows the settings; its estimate says if a model can't be counted."""
     if not draft.config.model.name:
         return draft
     try:
         counted = count_models(draft.model or _folder(draft.config), draft.trainer, draft.ranks)
     except Uncountable:
         return draft
-    open_before, draft = draft.trainer.keep_gathered is None, _with_layers_gathered(draft, counted)
-    if not open_before or not draft.trainer.keep_gathered:
-        return draft
-    setting = f"{draft.kind.flags('trainer').strip('-')}keep_gathered"
-    choice = Choice(setting, True, "by estimate, each GPU has room for all layers at once")
-    settled = draft.kind.trainer(draft.settled).model_copy(update={"keep_gathered": True})
+    before, draft = draft.trainer, _with_room_used(draft, counted)
+    names = [name for name in WHY if getattr(before, name) != getattr(draft.trainer, name)]
+    values = {name: getattr(draft.trainer, name) for name in names}
+    prefix = draft.kind.flags("trainer").strip("-")
+    choices = [Choice(f"{prefix}{name}", values[name], WHY[name]) for name in names]
+    settled = draft.kind.trainer(draft.settled).model_copy(update=values)
     return draft.having(
-        choices=(*draft.choices, choice), settled=draft.kind.with_trainer(draft.settled, settled)
+        choices=(*draft.choices, *choices), settled=draft.kind.with_trainer(draft.settled, settled)
     )
 
 
-def _with_layers_gathered(draft: Draft, counted: CountedModels | None) -> Draft:
+def _with_room_used(draft: Draft, counted: CountedModels | None) -> Draft:
     if counted is None:
         return draft
-    trainer = counted.with_layers_gathered(draft.trainer, draft.ranks)
+    trainer = counted.with_room_used(draft.trainer, draft.ranks)
     return draft.having(config=draft.kind.with_trainer(draft.config, trainer), counted=counted)
 
 

@@ -460,9 +460,9 @@ STEPS = (
         when=lambda draft: draft.trainer.parallel.tensor > 1,
     ),
     PlanStep(
-        "whether layers stay gathered", memory_check.layers_gathered, RUNS, needs=("placing", "model"),
+        "what fills the GPUs' memory", memory_check.room_used, RUNS, needs=("placing", "model"),
         gives=("config", "counted"), when=memory_check.trains_on_own_gpus,
-        dry=memory_check.layers_gathered_in_words,
+        dry=memory_check.room_used_in_words,
     ),
     PlanStep(
         "memory", memory_check.refuse, RUNS | INFERENCE, needs=("model",), gives=("config",),

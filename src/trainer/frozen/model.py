@@ -158,7 +158,7 @@ def _alone(micro: MicroBatch, config: TrainerBase) -> list[tuple[MicroBatch, tor
     groups = group_rows(
         [len(sample.token_ids) for sample in samples],
         row_length=config.seq_len,
-        rows_each=config.micro_batch_size,
+        rows_each=config.rows,
         tokens=config.micro_batch_tokens,
         arrange=one_a_row,
     )
