@@ -265,7 +265,8 @@ def _times(saves: list[Saved]) -> dict[str, float]:
 
 def _report(saves: list[Saved]) -> None:
     for saved in saves:
-        spans.add("saves", "saving", time.time() - saved.durable_seconds, step=saved.step)
+        begun = saved.committed - saved.durable_seconds
+        spans.add("saves", "saving", begun, saved.committed, step=saved.step)
         logger.info(
             "step %d saved: durable after %.3f s, of which training stood still for %.3f s",
             saved.step,

@@ -361,7 +361,7 @@ def test_rank_0_compares_with_the_runs_own_saves(
     run = RunDirectory(tmp_path)
     times = SaveTimes(run, CheckpointStore(run.checkpoints), CkptConfig(), last=99)
     make_step(run.checkpoints, 4, {"model/a": b"x" * 100})
-    times.note([Saved(4, 0.1, 30.0)])
+    times.note([Saved(4, 0.1, 30.0, 0.0)])
     run.request_stop("SIGTERM", seconds)
     assert times.allow(6, saving=False) == allowed
     events = [(event["event"], event["step"]) for event in run.history.rows()]

@@ -356,17 +356,30 @@ def test_other_roles_parts_belong_to_the_step(make_saver, store):
 
 
 def test_what_comes_before_and_after_a_commit(make_saver, store):
-    """The metrics' rows are made durable while the step is not there, and retention runs when it is."""
+    """The metrics' rows are made durable while the step is not there, and retention runs when it is.
+
+    When a step was committed is known, whenever the loop asks.
+    """
     before: list[list[int]] = []
     after: list[tuple[int, list[int]]] = []
+    moments: list[float] = []
+
+    def after_commit(step: int) -> None:
+        moments.append(time.time())
+        after.append((step, store.steps()))
+
     saver = make_saver(
-        before_commit=lambda: before.append(store.steps()),
-        after_commit=lambda step: after.append((step, store.steps())),
+        before_commit=lambda: (moments.append(time.time()), before.append(store.steps())),
+        after_commit=after_commit,
     )
     for step in (1, 2):
         save(saver, step, small())
     assert before == [[], [1]]
     assert after == [(1, [1]), (2, [1, 2])]
+    saves = saver.check()
+    assert [saved.step for saved in saves] == [1, 2]
+    committed = [saved.committed for saved in saves]
+    assert moments[0] <= committed[0] <= moments[1] <= moments[2] <= committed[1] <= moments[3]
 
 
 def test_the_reader_in_the_documentation_reads_it(make_saver, store):

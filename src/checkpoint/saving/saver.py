@@ -40,11 +40,13 @@ CARRIED = "carried"
 
 @dataclass(frozen=True)
 class Saved:
-    """A completed save: seconds that the training loop waited for it, and seconds until the commit."""
+    """A completed save: seconds that the training loop waited for it, seconds until the commit, and when that
+    was, in seconds since 1970."""
 
     step: int
     stall_seconds: float
     durable_seconds: float
+    committed: float
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ class Saver:
                     on_poll=self._check_wanted,
                 )
             self._parent = self.store.folder(step)
-            self._done.append(Saved(step, self._stall, time.monotonic() - started))
+            self._done.append(Saved(step, self._stall, time.monotonic() - started, time.time()))
             if self.rank == 0:
                 self.after_commit(step)
         except BaseException as error:
