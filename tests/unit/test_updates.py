@@ -109,8 +109,11 @@ class Second(Learner):
     def normaliser(self, counts: BatchCounts) -> float:
         return counts.learned
 
-    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
-        inputs = LossInputs.of(self.scorer.logprobs(micro, temperature), micro)
+    def outputs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        return self.scorer.logprobs(micro, temperature)
+
+    def sums(self, micro: MicroBatch, outputs: torch.Tensor) -> LossSums:
+        inputs = LossInputs.of(outputs, micro)
         sums = Likelihood()(inputs)
         return replace(sums, loss=sums.loss * self.scale)
 

@@ -21,18 +21,19 @@ What holds of every backend and layout, up to the rounding of sums in another or
 - no random draw depends on a rank, and a rank that dies, on whatever axis, ends the attempt of all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.backends.fsdp2 import FSDP2
+from cairn.trainer.backends.fsdp2 import FSDP2, Trainable
 from cairn.trainer.backends.tensor import TensorParallel
 from cairn.trainer.group import RankGroup, RankLayout
 from cairn.trainer.packing import MicroBatch
 
+Out = TypeVar("Out")
 S = TypeVar("S")
 
 
@@ -46,32 +47,42 @@ class Backend(Protocol):
     layout: RankLayout
     averaged_over: int
 
-    def lay_out(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase) -> None:
-        """Divide a model among the ranks, in place. What is on this one gets memory, and no values yet.
+    def lay_out(
+        self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase
+    ) -> PreTrainedModel:
+        """Divide a model among the ranks. What is on this one gets memory, and no values yet.
 
         Args:
             model: on the meta device, but for its buffers.
             layers: its decoder layers.
+
+        Returns:
+            What computes on this rank: the model itself, changed in place, or a module with its `config`.
         """
         ...
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], loss: Callable[[MicroBatch], tuple[torch.Tensor, S]]
+        self,
+        model: Trainable,
+        micros: Sequence[MicroBatch],
+        forward: Callable[[MicroBatch], Out],
+        loss: Callable[[MicroBatch, Out], tuple[torch.Tensor, S]],
     ) -> list[S]:
         """Add the gradient of each micro-batch to those that the parameters have.
 
         Args:
             micros: of this rank; every rank of `layout.data` has equally many.
-            loss: gives the scalar that is differentiated, and what the caller wants back. It sees logprobs of
-                whole samples, as on one rank, and gets each micro-batch on the model's device.
+            forward: the model's forward pass, which gets each micro-batch on the model's device.
+            loss: gives, of what `forward` has returned, the scalar that is differentiated, and what the
+                caller wants back. It sees logprobs of whole samples, as on one rank.
         """
         ...
 
-    def norm_and_clip(self, parameters: Mapping[str, torch.nn.Parameter], limit: float) -> torch.Tensor:
+    def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
         """The norm of the whole gradient before it is clipped to `limit`: a scalar, equal on all ranks."""
         ...
 
-    def step(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    def step(self, model: Trainable, rate: float) -> None:
         """Change the weights by the gradient, with a learning rate."""
         ...
 

@@ -1,7 +1,7 @@
 """FSDP2 as a training backend: weights sharded layer by layer over all ranks, whatever samples these see."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,19 @@ from cairn.config.trainer import TrainerBase
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import MicroBatch
 
+Out = TypeVar("Out")
 S = TypeVar("S")
+
+
+class Trainable(Protocol):
+    """What a backend trains (`Trained`): what computes, and the optimiser of some of its parameters."""
+
+    module: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """What the optimiser changes, by the model's own names."""
+        ...
 
 
 class FSDP2:
@@ -37,8 +49,10 @@ class FSDP2:
         """FSDP2 averages gradients over all ranks, also over those that share samples: each of these has the
         gradient of its own tokens, and the sum is wanted."""
 
-    def lay_out(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase) -> None:
-        """Shard it, and give the shards memory: no rank ever holds the whole model.
+    def lay_out(
+        self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase
+    ) -> PreTrainedModel:
+        """Shard it in place, and give the shards memory: no rank ever holds the whole model.
 
         A single rank that computes in float32 where its weights are has nothing to shard or to convert: it
         keeps the plain model, which is faster and computes the same bits.
@@ -49,28 +63,34 @@ class FSDP2:
         if mesh.size() > 1 or on_host or how["mp_policy"] != plain:
             shard(model, layers, how, keep_gathered=bool(config.keep_gathered))
         allocate(model, "cpu" if on_host else mesh.device_type)
+        return model
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], loss: Callable[[MicroBatch], tuple[torch.Tensor, S]]
+        self,
+        model: Trainable,
+        micros: Sequence[MicroBatch],
+        forward: Callable[[MicroBatch], Out],
+        loss: Callable[[MicroBatch, Out], tuple[torch.Tensor, S]],
     ) -> list[S]:
         """Every micro-batch's gradient is reduced at once, so a rank holds that of its shards alone."""
         found: list[S] = []
         for micro in micros:
-            scaled, sums = loss(micro.to(self._group.device))
+            micro = micro.to(self._group.device)
+            scaled, sums = loss(micro, forward(micro))
             scaled.backward()
             found.append(sums)
         return found
 
-    def norm_and_clip(self, parameters: Mapping[str, torch.nn.Parameter], limit: float) -> torch.Tensor:
+    def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
         """All parameters are on one mesh, as torch's function wants it."""
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(model.trained().values(), limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def step(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    def step(self, model: Trainable, rate: float) -> None:
         """The optimiser's own step changes a rank's shards."""
-        for parameters in optimizer.param_groups:
+        for parameters in model.optimizer.param_groups:
             parameters["lr"] = rate
-        optimizer.step()
+        model.optimizer.step()
 
     def reshard(self, model: PreTrainedModel) -> None:
         """See the function `reshard`."""

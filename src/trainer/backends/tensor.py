@@ -30,7 +30,7 @@ from transformers.distributed.tensor_parallel import (
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import DRAWN, DROPOUTS, draws_numbers, name_of
-from cairn.trainer.backends.fsdp2 import FSDP2, allocate, arguments_of, shard
+from cairn.trainer.backends.fsdp2 import FSDP2, Trainable, allocate, arguments_of, shard
 from cairn.trainer.group import NO_AXIS, Axis, RankGroup
 
 PARTIAL = "replicated_with_grad_allreduce"
@@ -60,7 +60,9 @@ class TensorParallel(FSDP2):
         super().__init__(group)
         self._copies_checked = False
 
-    def lay_out(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase) -> None:
+    def lay_out(
+        self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase
+    ) -> PreTrainedModel:
         """Cut the layers by transformers' plan, and shard what each rank has of them.
 
         Raises:
@@ -81,15 +83,17 @@ class TensorParallel(FSDP2):
         parameters = dict(model.named_parameters())
         _PARTIAL.update({parameters[name]: True for name in partial})
         _AXES[model] = group.tensor
+        return model
 
-    def norm_and_clip(self, parameters: Mapping[str, torch.nn.Parameter], limit: float) -> torch.Tensor:
+    def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
         """The parameters are on two meshes, and some ranks hold copies of norms and biases.
 
         Raises:
             UsageError: ranks with copies of a parameter have other gradients, since transformers' plan leaves
                 out that each of them has a part.
         """
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+        parameters = model.trained().items()
+        trained = {name: parameter for name, parameter in parameters if parameter.grad is not None}
         with torch.no_grad():
             gradients = {name: _local(parameter.grad) for name, parameter in trained.items()}
             self._sum([gradients[name] for name, one in trained.items() if one in _PARTIAL])

@@ -70,7 +70,7 @@ def build_model(
     if config.compile:
         for layer in layers:
             layer.compile()
-    make_backend(group).lay_out(model, layers, config)
+    model = make_backend(group).lay_out(model, layers, config)
     _DESCRIBED[model] = about_model(folder)
     return model
 

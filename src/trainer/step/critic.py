@@ -70,9 +70,13 @@ class CriticLearner(Learner):
     def normaliser(self, counts: BatchCounts) -> float:
         return max(counts.learned, 1)
 
-    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
+    def outputs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """Values of the learned tokens, [L]."""
+        return self._valuer.values(micro)
+
+    def sums(self, micro: MicroBatch, outputs: torch.Tensor) -> LossSums:
         """Half the squared error of each learned token's value, clipped."""
-        values = self._valuer.values(micro)
+        values = outputs
         before, returns = (micro.columns[name].flatten()[micro.learned] for name in (VALUES, RETURNS))
         losses = (values - returns).square()
         if self._config.clip:

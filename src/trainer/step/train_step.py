@@ -8,6 +8,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,12 +45,16 @@ class Learner(ABC):
         """What the sum over an update's micro-batches is divided by, above 0; `counts` is of all ranks."""
 
     @abstractmethod
-    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
+    def outputs(self, micro: MicroBatch, temperature: float) -> Any:
         """The forward pass of one micro-batch, which is on the model's device.
 
         Args:
             temperature: of the sampler.
         """
+
+    @abstractmethod
+    def sums(self, micro: MicroBatch, outputs: Any) -> LossSums:
+        """The loss of what `outputs` has returned."""
 
     def added_to(
         self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int
@@ -78,12 +83,13 @@ class PolicyLearner(Learner):
     def normaliser(self, counts: BatchCounts) -> float:
         return self._loss.normaliser(counts)
 
-    def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
-        """Logprobs of the learned tokens, and the loss of them."""
+    def outputs(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logprobs of the learned tokens, and entropies if the loss needs them."""
         with self._state.balance.watching():
-            logprobs, entropies = self._state.scorer.scores(
-                micro, temperature, entropies=self._loss.needs_entropies
-            )
+            return self._state.scorer.scores(micro, temperature, entropies=self._loss.needs_entropies)
+
+    def sums(self, micro: MicroBatch, outputs: tuple[torch.Tensor, torch.Tensor | None]) -> LossSums:
+        logprobs, entropies = outputs
         inputs = LossInputs.of(logprobs, micro, entropies)
         self._seen(inputs)
         return self._loss(inputs)
@@ -144,7 +150,7 @@ def train_step(
             before_update()
         for learner in learners:
             if spike is None:
-                state.backend.step(learner.model.optimizer, _rate(learner, config, step))
+                state.backend.step(learner.model, _rate(learner, config, step))
             learner.model.optimizer.zero_grad(set_to_none=True)
         if spike is not None:
             rewound_to = rewinder.rewind(step, number, spike)
@@ -220,16 +226,19 @@ class Update:
         backend = self.state.backend
         ranks, normaliser = backend.averaged_over, _normaliser(learner, counts)
 
-        def loss(micro: MicroBatch) -> tuple[torch.Tensor, LossSums]:
+        def forward(micro: MicroBatch) -> Any:
             heartbeat.doing(f"step {self.step}, micro-batch {micro.index}")
             group.seed(self._dropout_seed(micro.index))
-            sums = learner.sums(micro, self.temperature)
+            return learner.outputs(micro, self.temperature)
+
+        def loss(micro: MicroBatch, outputs: Any) -> tuple[torch.Tensor, LossSums]:
+            sums = learner.sums(micro, outputs)
             scaled = sums.loss * (ranks / normaliser)
             return learner.added_to(scaled, sums, micro, counts, ranks), sums
 
-        all_sums = backend.forward_backward(self.part.micros, loss)
+        all_sums = backend.forward_backward(learner.model, self.part.micros, forward, loss)
         settings = learner.optimizer or config.optimizer
-        norm = backend.norm_and_clip(learner.model.trained(), settings.max_grad_norm)
+        norm = backend.norm_and_clip(learner.model, settings.max_grad_norm)
         # Metrics are read here together with the norm, which must be known before the weights change.
         metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
         metrics.means["grad_norm"] = gradient_norm
