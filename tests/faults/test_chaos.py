@@ -19,16 +19,20 @@ pytestmark = pytest.mark.timeout(900)
 RL = ("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
 RL = (*RL, "--orchestrator.prompts-per-step", 4, "--max-steps", 8)
 SFT = ("sft", "@", f"{CONFIGS}/sft.toml", "--max-steps", 10)
+LAYOUTS = {
+    "SFT, power cut": (),
+    **{f"SFT, {axis}": ("--workers", 2, f"--parallel.{axis}", 2) for axis in ("context", "tensor")},
+}
 CAMPAIGNS = {
     # As root: another run's weights, a power cut, SIGTERM to all processes.
     "RL, power cut": (1870, 2, 1),
     # As root: its trainer is killed, a power cut, a disk that can only be read.
-    "SFT, power cut": (1095, 0, 1),
+    **dict.fromkeys(LAYOUTS, (1095, 0, 1)),
     "RL, torn ledger": (1870, 1, 1),
     "RL, new": (draws.seed(__name__), 0, 6),
 }
 """Seed, first run and number of runs."""
-IN_A_COMMIT = draws.cases(["RL, power cut", "SFT, power cut"], __name__, 1)
+IN_A_COMMIT = draws.cases(["RL, power cut", *LAYOUTS], __name__, 1)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +44,8 @@ IN_A_COMMIT = draws.cases(["RL, power cut", "SFT, power cut"], __name__, 1)
     ],
 )
 def test_runs_keep_their_promises_through_disasters(shell: Shell, request: pytest.FixtureRequest, name: str):
-    """Short runs, those of RL against a server that outlives them all."""
-    (seed, first, runs), command = CAMPAIGNS[name], SFT
+    """Short runs; RL against a server that outlives them all, SFT also on ranks that share rows or matrices."""
+    (seed, first, runs), command = CAMPAIGNS[name], (*SFT, *LAYOUTS.get(name, ()))
     if name.startswith("RL"):
         command = (*RL, "--orchestrator.inference-url", request.getfixturevalue("server").url)
     command = (*command, "--ckpt.interval", 2, "--ckpt.keep-last", 2)
