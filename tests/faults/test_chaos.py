@@ -44,7 +44,7 @@ IN_A_COMMIT = draws.cases(["RL, power cut", *LAYOUTS], __name__, 1)
     ],
 )
 def test_runs_keep_their_promises_through_disasters(shell: Shell, request: pytest.FixtureRequest, name: str):
-    """Short runs; RL against a server that outlives them all, SFT also on ranks that share rows or matrices."""
+    """Short runs: of RL beside a server, of SFT also on ranks that share rows or layers."""
     (seed, first, runs), command = CAMPAIGNS[name], (*SFT, *LAYOUTS.get(name, ()))
     if name.startswith("RL"):
         command = (*RL, "--orchestrator.inference-url", request.getfixturevalue("server").url)
