@@ -120,6 +120,24 @@ def test_ranks_that_are_spread_unevenly_are_told_of():
     assert "unevenly over 2 nodes: 5, 3" in str(placement.uneven([5, 3]))
 
 
+@pytest.mark.parametrize(
+    ("counts", "parallel", "told"),
+    [
+        ([8, 8], {"context": 2, "tensor": 8}, []),
+        ([16], {"context": 1, "tensor": 16}, []),
+        ([6, 6], {"context": 4, "tensor": 2}, ["parallel.context = 4, and the nodes have 6, 6 ranks"]),
+        ([5, 3], {"context": 1, "tensor": 2}, ["parallel.tensor = 2, and the nodes have 5, 3 ranks"]),
+        ([8, 8], {"context": 1, "tensor": 16}, ["a multiple of 16"]),
+    ],
+)
+def test_ranks_that_share_layers_across_nodes_are_told_of(
+    counts: list[int], parallel: dict[str, int], told: list[str]
+):
+    warnings = placement.divided(counts, parallel)
+    assert len(warnings) == len(told)
+    assert all(words in warning for words, warning in zip(told, warnings, strict=True))
+
+
 class Groups:
     """Ray's placement groups in a cluster whose free nodes have room for so many ranks."""
 
@@ -152,7 +170,8 @@ class Groups:
         self.removed += 1
 
     def place(self, workers: int) -> placement.ClusterPlacement:
-        return placement.ClusterPlacement(SFTConfig.model_validate({"workers": workers}))
+        settings = {"workers": workers, "parallel": {"tensor": 2}}
+        return placement.ClusterPlacement(SFTConfig.model_validate(settings))
 
     def nodes_of_ranks(self, placed: placement.ClusterPlacement, ranks: int) -> str:
         each = ranks // len(self.bundles)
@@ -175,5 +194,6 @@ def test_without_free_nodes_ranks_are_placed_one_by_one(monkeypatch: pytest.Monk
     assert groups.nodes_of_ranks(placed, 8) in ("aaaaabbb", "bbbaaaaa")
     assert "did not find 1 free nodes for 8 ranks each" in caplog.text
     assert "spread unevenly over 2 nodes" in caplog.text
+    assert "parallel.tensor = 2, and the nodes have " in caplog.text
     with pytest.raises(RoleFailed, match="Ray has no room for 8 workers"):
         Groups(monkeypatch, {"a": 4}).place(8)

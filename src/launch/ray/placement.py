@@ -5,9 +5,10 @@ Ranks gather each layer from each other, so what counts is how many of them shar
 ranks of a node have consecutive numbers: NCCL's rings and the replicas of HSDP follow the numbers.
 """
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ class ClusterPlacement:
         nodes: dict[int, str] = table["bundles_to_node_id"]
         self._bundles = side_by_side([nodes[number] for number in range(len(nodes))])
         counts = Counter(nodes[bundle] for bundle in self._bundles for _ in range(self._size))
-        if warning := uneven(list(counts.values())):
+        ranks = list(counts.values())
+        if warning := uneven(ranks):
+            logger.warning(warning)
+        for warning in divided(ranks, config.parallel.model_dump()):
             logger.warning(warning)
 
     def _reserve(self, ranks: int, seconds: float) -> Any:
@@ -126,3 +130,20 @@ def uneven(counts: Sequence[int]) -> str | None:
         "gather from each other crosses the network more often than it has to: choose a number of workers "
         "that whole nodes hold, on nodes that nobody else uses"
     )
+
+
+def divided(counts: Sequence[int], parallel: Mapping[str, int]) -> list[str]:
+    """What to tell somebody of whose ranks some share a layer's work across nodes.
+
+    Args:
+        counts: of ranks, by node.
+        parallel: how many neighbouring ranks share it, by the setting in `parallel`.
+    """
+    firsts = list(itertools.accumulate(counts))[:-1]
+    return [
+        f"parallel.{name} = {size}, and the nodes have {', '.join(map(str, counts))} ranks: ranks that share "
+        "each layer's work are on different nodes, and exchange activations over the network between them in "
+        f"every layer. Choose a number of workers with which each node has a multiple of {size}"
+        for name, size in parallel.items()
+        if any(first % size for first in firsts)
+    ]
