@@ -453,6 +453,21 @@ MUTANTS = (
         "pass",
         "test_step_ranks",
     ),
+    # megatron-core
+    M(
+        "values in several places read into a copy alone",
+        "RowTargets.finish",
+        "piece.values.copy_(values)",
+        "pass",
+        "test_megatron_training",
+    ),
+    M(
+        "each rank's columns taken for the first ones",
+        "stretches_of",
+        "row * cut.size + cut.rank",
+        "row * cut.size",
+        "test_megatron_training",
+    ),
     # Sinks: nothing twice, nothing left out, nobody held up
     M(
         "a sink does not remember rows",

@@ -1,70 +1,17 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cairn.config.data import HeldOutPart, SFTDataConfig, ValidationConfig
-from cairn.config.environment import GAE
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.model import LoraConfig, PrecisionConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig, SchedulerConfig, SpikeConfig
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
 from cairn.config.shared import Gpus, SharedConfig, SlurmConfig, SupervisionConfig
-from cairn.config.teachers import KLConfig, WithTeachers
-
-# Settings of PPO's critic, and of models that are trained beside the policy.
-
-
-POLICY_AGAIN = "policy"
-"""In the place of a model's name: another copy of the run's own."""
-
-
-class AuxiliaryModel(NamedTuple):
-    """A model that is trained beside the policy: its name or folder, or POLICY_AGAIN; and its optimiser."""
-
-    model: str
-    optimizer: OptimizerConfig
-
-
-def critic_problem(critic: bool, types: Collection[str]) -> str | None:
-    """Why a trainer with or without a critic can't train on such advantages; None if it can.
-
-    Args:
-        types: of advantages (`advantage.type`); a class of the user's own may ship rewards as `gae` does.
-    """
-    others = sorted(name for name in types if name != GAE and ":" not in name)
-    if critic and others:
-        return (
-            f"trainer.critic with orchestrator.advantage.type = {others[0]!r}: a critic's values are used by "
-            f"advantage.type = {GAE!r} alone; set that, or leave out the critic"
-        )
-    if GAE in types and not critic:
-        return (
-            f"orchestrator.advantage.type = {GAE!r} without trainer.critic: the advantages are computed from "
-            "a critic's values; give the trainer a [critic] section (--trainer.critic), or another type"
-        )
-    return None
-
-
-class CriticConfig(BaseConfig):
-    """PPO's critic: a model that predicts the reward still to come, and is trained beside the policy."""
-
-    model: str = POLICY_AGAIN
-    """What it begins as: policy (the run's model), or a folder, a step_N folder, or a name on the hub."""
-    optimizer: OptimizerConfig = AdamWConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    warmup_steps: int = Field(default=0, ge=0)
-    """First steps of the run, in which the critic is trained and the policy is not."""
-    clip: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """Change of a value within a step beyond which it earns nothing; 0: values are not clipped."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of rewards per token."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda: 1 compares rewards with values; lower ones trust values more, for less variance."""
-    whiten: bool = True
-    """Shift and scale the advantages of each batch to mean 0 and standard deviation 1."""
+from cairn.config.teachers import AuxiliaryModel, CriticConfig, KLConfig, WithTeachers, critic_problem
 
 
 class ParallelConfig(BaseConfig):
@@ -103,6 +50,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """The kind of training: a name in `cairn.trainer.tasks`."""
     loss_is_positive: ClassVar[bool] = False
     """Whether the loss has a mean that a spike of it can be compared with; a policy's loss is around 0."""
+    on_megatron: ClassVar[str | None] = "trains with FSDP2 alone"
+    """What keeps the task from being trained with megatron-core; None: nothing."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
     workers: int | None = Field(default=None, ge=1)
@@ -112,6 +61,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     replicas: int = Field(default=1, ge=1)
     """Copies of the sharded model (HSDP), each on an equal part of the ranks; 1: sharded over all ranks."""
     parallel: ParallelConfig = ParallelConfig()
+    backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    """What trains: PyTorch's FSDP2, or megatron-core, which is installed with its own dependency group."""
     spare_workers: int = Field(default=0, ge=0)
     """Idle processes with everything imported that replace dead ranks; on GPUs so many for each rank."""
     threads: int = Field(default=1, ge=1)
@@ -250,6 +201,34 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             raise ValueError(f"{other} beside parallel.tensor = {self.parallel.tensor}; leave one out")
         return self
 
+    @model_validator(mode="after")
+    def _goes_with_the_backend(self) -> "TrainerBase":
+        if self.backend == "megatron" and (other := self._not_with_megatron()):
+            raise ValueError(f"{other} with backend = 'megatron'; leave one out")
+        return self
+
+    def _not_with_megatron(self) -> str | None:
+        """A setting that does not go with megatron-core, and why; None if all do."""
+        if self.on_megatron:
+            return f"task {self.task}, which {self.on_megatron}, does not go"
+        if self.parallel.context > 1:
+            return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
+        if self.optimizer.type != "adamw":
+            return f"optimizer.type = {self.optimizer.type!r} does not go: its optimiser shards AdamW's state"
+        if self.attention not in ("auto", "dense"):
+            return f"attention = {self.attention!r} does not go: its layers have masks of their own"
+        others = {
+            "replicas": self.replicas > 1,
+            "lora": bool(self.lora),
+            "freeze": bool(self.freeze),
+            "compile": self.compile,
+            "activation_checkpointing": self.activation_checkpointing,
+            "keep_gathered": self.keep_gathered is not None,
+            "state_on": self.state_on != "device",
+            "router_aux_coef": bool(self.router_aux_coef),
+        }
+        return next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
+
     def _not_beside_tensor(self) -> str | None:
         """A setting that does not go with matrices that ranks share, and why; None if all do."""
         if self.parallel.context > 1:
@@ -315,6 +294,7 @@ class SFTConfig(TrainerBase):
     """Supervised fine-tuning (SFT) with FSDP2 on Ray workers."""
 
     task = "sft"
+    on_megatron = None
     loss_is_positive = True
     output_dir: AbsolutePath = Field(default="outputs/sft", validate_default=True)
     """Run directory: everything that the run writes goes there."""

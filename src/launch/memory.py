@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.tensors.remote_ranges import away_files
 from cairn.config.inference import InferenceConfig
-from cairn.config.teachers import START, is_served
-from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.config.teachers import POLICY_AGAIN, START, is_served
+from cairn.config.trainer import TrainerBase
 from cairn.launch.needs import Need, TrainedModel, gib, host_need, rank_need, server_need, with_cache
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
@@ -163,7 +163,7 @@ class CountedModels:
             sizes = [1 << power for power in range(1, (PASS_TOKENS // config.seq_len).bit_length())]
             fitting = [n for n in sizes if self._taken(config, machine, micro_batch_size=n) <= ROOM * has]
             config = config.left_to(micro_batch_size=max(fitting, default=None))
-        alone = not self.beside and not self.frozen
+        alone = not self.beside and not self.frozen and config.backend == "fsdp2"
         if alone and self._taken(config, machine, keep_gathered=True) <= has:
             config = config.left_to(keep_gathered=True)
         return config
@@ -194,6 +194,7 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "attention": config.attention,
         "context": config.parallel.context,
         "tensor": config.parallel.tensor,
+        "pairs": config.backend == "megatron",  # whose layers for all devices do
     }
     policy = count(folder, lora=config.lora, **how)
     beside = (

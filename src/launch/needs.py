@@ -25,6 +25,8 @@ UTILIZATION = 0.92
 """Share of a GPU that vLLM takes unless told otherwise."""
 AWAKE = 5 * GIB // 2
 """On a GPU of a server: CUDA's context, CUDA graphs and activations."""
+MOST = 1 << 62
+"""Larger than any number of logits."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 
@@ -115,6 +117,59 @@ def rank_need(
         beside: models that are trained beside the policy. They go forward and backward after it, so that
             their activations take no further memory, unless they are larger.
     """
+    compute = footprint.width
+    parts = _STATES[config.backend](footprint, config, ranks, gpu, beside, frozen)
+    rows, tokens = max(-(-config.pass_tokens // config.seq_len), config.together), config.seq_len
+    shared = config.parallel.context  # by so many ranks, each of which has all tokens for a part of the heads
+    kept = footprint.kept.bytes(rows, tokens) // shared
+    again = footprint.layer.bytes(rows, tokens) // shared
+    scored = -(-rows * tokens // (shared * config.parallel.tensor))
+    logits = min(scored * footprint.vocabulary, chunk_logits if config.backend == "fsdp2" else MOST)
+    head = footprint.head or footprint.embeddings
+    on_ranks = f" on {shared} ranks" if shared > 1 else ""
+    parts += [
+        MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
+        MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
+        MemoryPart("a chunk of logits, and the head's gradient",
+             logits * (8 + compute) + head * (4 + compute), counted=False),
+        MemoryPart("a layer gathered ahead", _ahead(footprint, config, ranks), counted=False),
+    ]  # fmt: skip
+    if gpu:
+        so_far = sum(part.bytes for part in parts)
+        parts.append(MemoryPart("CUDA, NCCL and fragments", CONTEXT + int(SLACK * so_far), counted=False))
+    return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
+
+
+def _megatron(
+    footprint: "Footprint",
+    config: TrainerBase,
+    ranks: int,
+    gpu: bool,
+    beside: Sequence[TrainedModel],
+    frozen: Sequence["Footprint"],
+) -> list[MemoryPart]:
+    """Weights, gradients and state with megatron-core: ranks that see other samples share the state alone."""
+    tensor, width = config.parallel.tensor, footprint.width
+    own, data = -(-footprint.elements // tensor), ranks // tensor
+    shard = -(-own // data)
+    state = _state(footprint, config.optimizer, shard)
+    return [
+        MemoryPart(f"weights, {config.precision.compute}", width * own, kept=True),
+        MemoryPart("a share of the weights, float32", 0 if width == 4 else 4 * shard, kept=True),
+        MemoryPart(f"gradients, {config.precision.reduce}", WIDTHS[config.precision.reduce] * own, kept=True),
+        MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
+    ]
+
+
+def _fsdp2(
+    footprint: "Footprint",
+    config: TrainerBase,
+    ranks: int,
+    gpu: bool,
+    beside: Sequence[TrainedModel],
+    frozen: Sequence["Footprint"],
+) -> list[MemoryPart]:
+    """Weights, gradients and state, all of them shared by all ranks, and what is gathered of the weights."""
     elements = footprint.shard(ranks // config.replicas)
     trained = footprint.trained_shard(ranks // config.replicas)
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
@@ -140,9 +195,7 @@ def rank_need(
             MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
             for one in frozen
         ]
-    rows, tokens = max(-(-config.pass_tokens // config.seq_len), config.together), config.seq_len
-    ahead = 0
-    if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
+    if _gathers(footprint, config, ranks):
         layer = max(footprint.layers) // config.parallel.tensor
         gathered = sum(footprint.layers) // config.parallel.tensor if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
@@ -153,25 +206,24 @@ def rank_need(
                  compute * (gathered + staying), kept=True),
             MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
-        ahead = 0 if config.keep_gathered else 2 * compute * layer
-    shared = config.parallel.context  # by so many ranks, each of which has all tokens for a part of the heads
-    kept = footprint.kept.bytes(rows, tokens) // shared
-    again = footprint.layer.bytes(rows, tokens) // shared
-    scored = -(-rows * tokens // (shared * config.parallel.tensor))
-    logits = min(scored * footprint.vocabulary, chunk_logits)
-    head = footprint.head or footprint.embeddings
-    on_ranks = f" on {shared} ranks" if shared > 1 else ""
-    parts += [
-        MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
-        MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
-        MemoryPart("a chunk of logits, and the head's gradient",
-             logits * (8 + compute) + head * (4 + compute), counted=False),
-        MemoryPart("a layer gathered ahead", ahead, counted=False),
-    ]  # fmt: skip
-    if gpu:
-        so_far = sum(part.bytes for part in parts)
-        parts.append(MemoryPart("CUDA, NCCL and fragments", CONTEXT + int(SLACK * so_far), counted=False))
-    return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
+    return parts
+
+
+_STATES = {"fsdp2": _fsdp2, "megatron": _megatron}
+"""What a rank needs whatever it computes, by the backend's name."""
+
+
+def _gathers(footprint: "Footprint", config: TrainerBase, ranks: int) -> bool:
+    """Whether FSDP2 gathers weights; one rank in float32 has the plain model."""
+    plain = ranks == 1 and footprint.width == WIDTHS[config.precision.reduce] == 4
+    return not plain or config.state_on == "host"
+
+
+def _ahead(footprint: "Footprint", config: TrainerBase, ranks: int) -> int:
+    """Bytes of the next layer, gathered while one computes."""
+    if config.backend != "fsdp2" or config.keep_gathered or not _gathers(footprint, config, ranks):
+        return 0
+    return 2 * footprint.width * (max(footprint.layers) // config.parallel.tensor)
 
 
 def _held(frozen: "Footprint", config: TrainerBase, ranks: int) -> int:

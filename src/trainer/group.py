@@ -163,6 +163,8 @@ class RankGroup:
     """The ranks that share this one's samples, and have a part of the tokens of each."""
     tensor: Axis = NO_AXIS
     """The ranks that share this one's samples, and have a part of each matrix of the layers."""
+    backend: str = "fsdp2"
+    """What lays models out over them: a name in `BACKENDS` (`trainer/backends/backend.py`)."""
     layer_mesh: DeviceMesh | None = None
     """Over which layers are sharded and cut (`shard`, `tensor`); None: `mesh` is for all of a model."""
 
@@ -182,6 +184,7 @@ class RankGroup:
         replicas: int = 1,
         context: int = 1,
         tensor: int = 1,
+        backend: str = "fsdp2",
         hang_timeout: float = 600,
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -194,6 +197,7 @@ class RankGroup:
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
             context: so many neighbours share the tokens of each row; must divide the number of ranks.
             tensor: so many neighbours share the matrices of layers; likewise, and beside neither of these.
+            backend: what lays models out over the ranks.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
         torch.set_num_threads(threads)
@@ -220,7 +224,7 @@ class RankGroup:
         world_size = dist.get_world_size()
         mesh = _mesh(device.type, world_size, replicas)
         axis = _context_axis(dist.get_rank(), world_size, context, patience)
-        group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis)
+        group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis, backend=backend)
         if tensor == 1:
             return group
         shape = (world_size // tensor, tensor)

@@ -162,7 +162,10 @@ class TrainerState:
             except FileNotFoundError as error:
                 raise Damaged(f"{error.filename}: {error.strerror}") from None
         self.backend.rest()  # the gradients' memory, which a server may want that shares the GPU
-        return load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
+        manifest = load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
+        for model in self.models.values():
+            model.taken()
+        return manifest
 
     def tensors(self, *, weights_only: bool = False) -> Tensors:
         """What a checkpoint holds, by file stem and name: of all models, or the policy's weights alone."""

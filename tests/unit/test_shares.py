@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.tensors import placement as shares
-from cairn.checkpoint.tensors.placement import RowTargets, Section, Stored, in_rows, ranges_of, share_of
+from cairn.checkpoint.tensors.placement import Section, Stored, ranges_of, share_of
+from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 
 

@@ -28,8 +28,9 @@ import torch
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.tensors.host_staging import HostCopies, copies_from
 from cairn.checkpoint.tensors.layout import ALIGNMENT, FileLayout, plan_rank, ring_pieces
-from cairn.checkpoint.tensors.placement import RowTargets, Section, Stored, in_rows, local_values, share_of
+from cairn.checkpoint.tensors.placement import Section, Stored, local_values, share_of
 from cairn.checkpoint.tensors.reader import as_bytes
+from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.checkpoint.tensors.sharded_files import plan_tensors
 from cairn.run.signals import stop_signals_blocked
 

@@ -26,9 +26,10 @@ from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content,
 from cairn.checkpoint.saving.arena import Tensors, inside
 from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.layout import FileLayout
-from cairn.checkpoint.tensors.placement import in_rows, share_of
+from cairn.checkpoint.tensors.placement import share_of
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.checkpoint.tensors.remote_ranges import away_files
+from cairn.checkpoint.tensors.rows import in_rows
 from cairn.checkpoint.tensors.sharded_files import plan_tensors, write_at
 from cairn.run.file_system import parts_of_pages
 from cairn.run.files import forget_cached, make_folders, naming, sync, write_json, written_otherwise

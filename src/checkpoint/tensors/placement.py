@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +44,7 @@ class Section:
     Such are the experts of a layer that is one tensor in memory and many in files (`model.hub_layout`).
     """
 
-    def __init__(self, tensor: "torch.Tensor | Made", first: int, shape: tuple[int, ...]):
+    def __init__(self, tensor: "torch.Tensor | Made | Scattered", first: int, shape: tuple[int, ...]):
         self.tensor = tensor
         self.first = first
         self.shape = torch.Size(shape)
@@ -91,11 +92,66 @@ class Made:
         return self.dtype.itemsize
 
 
-Stored = torch.Tensor | Section | Made
+class HeldPiece(NamedTuple):
+    """Some of a tensor's values. ranges: of the whole, ascending. values: theirs, in that order; flat."""
+
+    ranges: tuple[Range, ...]
+    values: torch.Tensor
+
+
+class Scattered:
+    """A tensor whose values on this rank lie in several places, as they do where a library has matrices of
+    its own that are made of rows of several.
+
+    Args:
+        shape: of the whole.
+        like: has the data type and the device of the values.
+        pieces: ascending, none within another; together what this rank holds.
+        copy: (number, of how many) ranks with the same values this is.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        pieces: Sequence[HeldPiece],
+        copy: tuple[int, int] = (0, 1),
+    ):
+        self.shape = torch.Size(shape)
+        self.dtype, self.device = like.dtype, like.device
+        self.pieces = tuple(pieces)
+        self.copy = copy
+
+    def numel(self) -> int:
+        """Number of values on all ranks together."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Of the whole, ascending."""
+        return tuple(itertools.chain.from_iterable(piece.ranges for piece in self.pieces))
+
+    def together(self, values: torch.Tensor) -> "Scattered":
+        """The same with `values`, flat, in the place of the pieces'."""
+        pieces = [HeldPiece(self.ranges, values)] if self.pieces else []
+        return Scattered(tuple(self.shape), values, pieces, self.copy)
+
+    def gathered(self) -> torch.Tensor:
+        """A copy of the values, flat, in the order of the ranges."""
+        blank = torch.empty(0, dtype=self.dtype, device=self.device)
+        return torch.cat([piece.values for piece in self.pieces]) if self.pieces else blank
+
+
+Stored = torch.Tensor | Section | Made | Scattered
 """Whatever is stored as one tensor in a file."""
 
 
-def at_places(tensors: Mapping[str, torch.Tensor | Made], places: Mapping[str, Place]) -> dict[str, Stored]:
+def at_places(
+    tensors: Mapping[str, torch.Tensor | Made | Scattered], places: Mapping[str, Place]
+) -> dict[str, Stored]:
     """A file's tensors by their names in it; a part of a tensor in memory becomes a section."""
     return {
         name: tensors[place.name]
@@ -205,7 +261,14 @@ def local_values(tensor: Stored) -> torch.Tensor:
     """This rank's values of a tensor, sharing its memory; call it under `torch.no_grad`.
 
     Of one whose values are made when they leave, a tensor on the meta device.
+
+    Raises:
+        NotImplementedError: they lie in several places; see `in_rows` and `RowTargets`.
     """
+    if isinstance(tensor, Scattered):
+        if len(tensor.pieces) > 1:
+            raise NotImplementedError("a tensor whose values lie in several places in memory")
+        return tensor.pieces[0].values if tensor.pieces else tensor.gathered()
     if isinstance(tensor, Section):
         local = local_values(tensor.tensor)
         if not local.is_contiguous():
@@ -218,13 +281,17 @@ def local_values(tensor: Stored) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(tensor: torch.Tensor | Made, rank: int) -> tuple[tuple[Range, ...], tuple[int, int] | None]:
+def _held(
+    tensor: torch.Tensor | Made | Scattered, rank: int
+) -> tuple[tuple[Range, ...], tuple[int, int] | None]:
     """The ranges of a tensor that this rank holds, and which copy of how many this is.
 
     None instead of the copy: others own the values.
     """
     if isinstance(tensor, Made):
         return _held(tensor.like, rank)
+    if isinstance(tensor, Scattered):
+        return tensor.ranges, tensor.copy
     if not isinstance(tensor, DTensor):
         return (((0, tensor.numel()),) if tensor.numel() else ()), (None if rank else (0, 1))
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -343,100 +410,3 @@ def _last_cut(shape: Sequence[int], kept: list[list[Range]]) -> int | None:
 def _count_before(ranges: Sequence[Range], item: int) -> int:
     """Number of values in the ranges that come before value `item` of the whole."""
     return sum(min(max(item - first, 0), count) for first, count in ranges)
-
-
-# Tensors that are cut into very many short ranges are redistributed, so that they are written and read by
-# rows. If each rank holds a few columns of a matrix, every row is a range of its own: a system call and a
-# checksum for every few bytes, and a list as long as the matrix. For such tensors the ranks exchange values
-# so that each holds whole rows, which are one range. This takes memory for a second copy of those shards
-# until they are copied, and communication on the calling thread. Shards on dimension 0 never need it.
-
-
-FEW_RANGES = 1024
-"""A tensor with at most this many ranges is never exchanged."""
-SHORT_BYTES = 16 << 10
-"""A tensor with more ranges is exchanged if they are shorter than this on average."""
-
-
-def in_rows(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The same values, redistributed to rows where ranges are many and short. All ranks call it together."""
-    return _replaced(tensors, _exchanged)
-
-
-class RowTargets:
-    """Targets to read in place of `tensors`: rows for those with many short ranges."""
-
-    def __init__(self, tensors: Mapping[str, Stored]):
-        self._made: list[tuple[DTensor, DTensor]] = []
-        self.tensors = _replaced(tensors, self._blank)
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether there are any such tensors."""
-        return bool(self._made)
-
-    def finish(self) -> None:
-        """Redistribute what was read into the tensors themselves. All ranks call it together."""
-        with torch.no_grad():
-            for tensor, rows in self._made:
-                values = rows.redistribute(tensor.device_mesh, tensor.placements)
-                tensor.to_local().copy_(values.to_local())
-
-    def _blank(self, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-        rows = _blank_rows(tensor, placements)
-        self._made.append((tensor, rows))
-        return rows
-
-
-def _blank_rows(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A tensor like `tensor` with other placements and undefined values."""
-    mesh = tensor.device_mesh
-    at = mesh.get_coordinate() or [0] * mesh.ndim
-    ranges = ranges_of(tuple(tensor.shape), placements, tuple(mesh.shape), at)
-    rest = tensor.shape[1:]
-    count = sum(count for _, count in ranges) // max(rest.numel(), 1)
-    local = torch.empty((count, *rest), dtype=tensor.dtype, device=tensor.device)
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
-
-
-def _exchanged(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    with torch.no_grad():
-        return tensor.redistribute(tensor.device_mesh, placements)
-
-
-def _row_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
-    """The placements that give each rank whole rows; None if the ranges are few, or long enough already."""
-    if all(placement.is_replicate() or placement == Shard(0) for placement in tensor.placements):
-        return None
-    shape, mesh_shape = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
-    ranges, count = count_ranges(shape, tensor.placements, mesh_shape)
-    if ranges <= FEW_RANGES or count * tensor.element_size() >= ranges * SHORT_BYTES:
-        return None
-    return tuple(placement if placement.is_replicate() else Shard(0) for placement in tensor.placements)
-
-
-def _replaced(
-    tensors: Mapping[str, Stored], make: Callable[[DTensor, tuple[Placement, ...]], DTensor]
-) -> dict[str, Stored]:
-    """The tensors, with those in many short ranges replaced by the result of `make`, called once for each."""
-    made: dict[int, DTensor] = {}
-
-    def replace(tensor: torch.Tensor | Made) -> torch.Tensor | Made:
-        placements = _row_placements(tensor) if isinstance(tensor, DTensor) else None
-        if placements is None:
-            return tensor
-        assert isinstance(tensor, DTensor)
-        if id(tensor) not in made:
-            made[id(tensor)] = make(tensor, placements)
-        return made[id(tensor)]
-
-    replaced: dict[str, Stored] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Section):
-            whole = replace(tensor.tensor)
-            same = whole is tensor.tensor
-            replaced[name] = tensor if same else Section(whole, tensor.first, tuple(tensor.shape))
-        else:
-            replaced[name] = replace(tensor)
-    return replaced

@@ -38,9 +38,10 @@ from cairn.checkpoint.tensors.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.tensors.placement import RowTargets, Share, Stored, in_rows, share_of
+from cairn.checkpoint.tensors.placement import Share, Stored, share_of
 from cairn.checkpoint.tensors.reader import DTYPE_NAMES, DTYPES, ReadRange, as_memory, read_pieces
 from cairn.checkpoint.tensors.remote_ranges import AwayFile, away_in_step, check_away
+from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.checkpoint.tensors.source import TensorSource
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.config.teachers import START, WithTeachers, is_served
-from cairn.config.trainer import POLICY_AGAIN
+from cairn.config.teachers import POLICY_AGAIN, START, WithTeachers, is_served
 from cairn.launch.jobs.export import exports_in_words
 from cairn.launch.plan.external_servers import facts_of_run
 from cairn.launch.plan.model import described, model_to_serve

@@ -14,8 +14,8 @@ from typing import Any
 from cairn.checkpoint.step_folder import CRITIC, StepFolder
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.model import ModelConfig
-from cairn.config.teachers import START, WithTeachers, is_served
-from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.config.teachers import POLICY_AGAIN, START, WithTeachers, is_served
+from cairn.config.trainer import TrainerBase
 from cairn.launch.plan.model import described, is_step, resolve_model, vocabulary_size
 from cairn.launch.start import Start
 from cairn.model.described import changed, sums_of, weight_files

@@ -10,7 +10,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import LoraConfig
-from cairn.config.trainer import critic_problem
+from cairn.config.teachers import critic_problem
 from cairn.formats import FORMATS
 from cairn.launch.plan.model import foreign_format
 from cairn.launch.plan.other_models import check_auxiliary_models

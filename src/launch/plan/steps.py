@@ -445,6 +445,7 @@ STEPS = (
     PlanStep(
         "frozen weights, shared rows and matrices", _parts_of_the_model, RUNS, needs=("model",),
         when=lambda draft: bool(draft.trainer.freeze)
+        or draft.trainer.backend != "fsdp2"
         or max(draft.trainer.parallel.context, draft.trainer.parallel.tensor) > 1,
     ),
     PlanStep(

@@ -158,6 +158,7 @@ class Worker:
                         replicas=config.replicas,
                         context=config.parallel.context,
                         tensor=config.parallel.tensor,
+                        backend=config.backend,
                         hang_timeout=config.hang_timeout,
                     )
                     outcome = train(config, attempt, group)

@@ -1,8 +1,8 @@
 """The protocol of a training backend: the code that lays a model out over ranks, on one page.
 
 The training loop, the losses and the checkpoints know ranks only through what is written here and through the
-`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation, and tensor
-parallelism with FSDP2 beside it (`tensor.py`) another.
+`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation, tensor
+parallelism with FSDP2 beside it (`tensor.py`) another, and megatron-core (`megatron/`) a third.
 
 What a rank holds of a tensor is a `Share` (`checkpoint/tensors/placement.py`; `share_of` gives it): shape and
 data type of the whole in its hub layout, the ranges of it that are here, a view of their values in place, and
@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.backends.fsdp2 import FSDP2, Trainable
-from cairn.trainer.backends.tensor import TensorParallel
+from cairn.trainer.backends.megatron.families import check_megatron
+from cairn.trainer.backends.tensor import TensorParallel, check_tensor
 from cairn.trainer.group import RankGroup, RankLayout
 from cairn.trainer.packing import MicroBatch
 
@@ -104,10 +105,28 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": FSDP2, "tensor": TensorParallel}
-"""By name."""
+def _fsdp2(group: RankGroup) -> Backend:
+    return TensorParallel(group) if group.tensor.size > 1 else FSDP2(group)
+
+
+def _megatron(group: RankGroup) -> Backend:
+    from cairn.trainer.backends.megatron.megatron import (
+        MegatronCore,  # needs megatron-core, which is optional
+    )
+
+    return MegatronCore(group)
+
+
+BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": _fsdp2, "megatron": _megatron}
+"""By the name that the settings have for it."""
+CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], int], None]] = {
+    "fsdp2": check_tensor,
+    "megatron": lambda model, layers, tensor: check_megatron(model.config, tensor),
+}
+"""What raises UsageError, by the same names, if a model can't be laid out over ranks of which so many share
+its matrices. It is laid out over none yet."""
 
 
 def make_backend(group: RankGroup) -> Backend:
     """The backend of a run's ranks."""
-    return BACKENDS["tensor" if group.tensor.size > 1 else "fsdp2"](group)
+    return BACKENDS[group.backend](group)

@@ -257,8 +257,24 @@ def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
     """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
     if config.lora:
         return make_adapter(folder, config, group)
-    module = build_model(folder, config, group)
+    return POLICIES[group.backend](build_model(folder, config, group), config)
+
+
+def _whole(module: PreTrainedModel, config: TrainerBase) -> Trained:
     return Trained(module, make_optimizer(module.named_parameters(), config.optimizer))
+
+
+def _megatron(module: PreTrainedModel, config: TrainerBase) -> Trained:
+    from cairn.trainer.models.megatron_policy import MegatronPolicy  # needs megatron-core
+
+    return MegatronPolicy(module, config)
+
+
+POLICIES: dict[str, Callable[[PreTrainedModel, TrainerBase], Trained]] = {
+    "fsdp2": _whole,
+    "megatron": _megatron,
+}
+"""What makes a policy of what a backend has laid out, by the backend's name."""
 
 
 def _end(name: str) -> str:

@@ -104,6 +104,7 @@ def footprint_of(
     lora: LoraConfig | None = None,
     context: int = 1,
     tensor: int = 1,
+    pairs: bool = False,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
@@ -115,6 +116,7 @@ def footprint_of(
         attention, lora: the settings of these names.
         context: ranks that share the tokens of each row.
         tensor: ranks that share the matrices of each layer, and so what layers keep beside hidden states.
+        pairs: whether attention keeps what it computes of each pair of tokens, whatever it is.
 
     Raises:
         UsageError: the model can't have the attention that is asked for, or ranks can't share its rows or
@@ -133,7 +135,9 @@ def footprint_of(
         check_context(model, context)
         layers = layers_of(model)
         check_tensor(model, layers, tensor)
-        if kernel or model.config._attn_implementation == "sdpa":
+        if pairs:
+            model.set_attn_implementation("eager")
+        elif kernel or model.config._attn_implementation == "sdpa":
             dense = kernel is None and caps_attention(model)
             model.set_attn_implementation("eager" if dense else ATTENTION)
         whole = kept = _growth(model, tensor)

@@ -23,8 +23,7 @@ from cairn.model.hub_layout import layout_of, tensors_in_memory, tied_apart
 from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention, check_context
-from cairn.trainer.backends.backend import make_backend
-from cairn.trainer.backends.tensor import check_tensor
+from cairn.trainer.backends.backend import CHECKS, make_backend
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
 
@@ -108,7 +107,8 @@ def check_parts(
         remade: as for `build_model`.
 
     Raises:
-        UsageError: `freeze` names no weights, or ranks can't share the model's rows or matrices.
+        UsageError: `freeze` names no weights, the backend can't train the model, or ranks can't share its
+            rows or matrices.
     """
     model = check_matrices(folder, config)
     check_context(model, config.parallel.context)
@@ -116,16 +116,16 @@ def check_parts(
 
 
 def check_matrices(folder: Path, config: TrainerBase) -> PreTrainedModel:
-    """Check that ranks can share the matrices of the model in `folder`, if they are to.
+    """Check that the backend can lay out the model in `folder`, whose matrices ranks may share.
 
     Returns:
         The model, without values.
 
     Raises:
-        UsageError: they can't.
+        UsageError: it can't.
     """
     model = _outline(load_config(folder))
-    check_tensor(model, layers_of(model), config.parallel.tensor)
+    CHECKS[config.backend](model, layers_of(model), config.parallel.tensor)
     return model
 
 

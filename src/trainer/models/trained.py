@@ -61,6 +61,13 @@ class Trained:
         """Take the weights that a run starts from; the policy's are in `folder`. All ranks call it."""
         read_tensors(folder, self.loaded(folder), "model")
 
+    def taken(self) -> None:
+        """All of `tensors` has been read. All ranks call it.
+
+        Raises:
+            CheckpointError: it is not what the model can go on from.
+        """
+
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         """What is read from the weights in a folder, by the names that they have there.
 

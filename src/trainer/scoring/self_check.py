@@ -29,7 +29,6 @@ from cairn.trainer.attention.choice import (
     Attention,
     Device,
     Rows,
-    choose,
     kernel_problem,
     over_ranks,
 )
@@ -338,7 +337,7 @@ def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first
     """
     precision = config.precision.settled(gpu=group.device.type == "cuda")
     device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
-    kernel, why = choose(config.attention, scorer.model, device)
+    kernel, why = scorer.kernel(config, device)
     logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
     if kernel is None and device.capability is not None and config.attention == "auto":
         logger.warning(DENSE, "no other attention serves the model", why)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
-from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Rows, dense
+from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense
 from cairn.trainer.attention.context import RowsPart, part_of_rows
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.backends.tensor import tensor_axis
@@ -59,6 +59,10 @@ class Scorer:
     def checked(self) -> Any:
         """What the self-check compares (`self_check.Scores`)."""
         return self
+
+    def kernel(self, config: TrainerBase, device: Device) -> tuple[Attention | None, str]:
+        """The kernel that should compute the model's attention; None: its own. And why."""
+        return choose(config.attention, self.model, device)
 
     def attend(self, attention: Attention) -> None:
         """Let the model's layers compute with this attention from now on."""

@@ -1,0 +1,90 @@
+"""Which models megatron-core's GPT model can be, and the sizes it gets; needs no megatron-core itself."""
+
+import importlib.util
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from cairn.run.errors import UsageError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""transformers' `model_type` of the models that are trained with it; dense ones."""
+INSTALL = "uv sync --inexact --group megatron"
+"""The command that installs it."""
+
+
+def check_megatron(about: PreTrainedConfig, tensor: int) -> None:
+    """Check that megatron-core is installed and can train a model on ranks that share its matrices.
+
+    Args:
+        about: the model's configuration.
+        tensor: how many ranks share each matrix.
+
+    Raises:
+        UsageError: it is not, or it can't.
+    """
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise UsageError(
+            f"backend = 'megatron': megatron-core is not installed; `{INSTALL}` installs it, or leave out "
+            "backend"
+        )
+    if problem := problem_of(about, tensor):
+        raise UsageError(f"backend = 'megatron' can't train the model: {problem}; leave out backend")
+
+
+def problem_of(about: PreTrainedConfig, tensor: int) -> str | None:
+    """Why megatron-core's model would not be the one that a configuration describes, or can't be shared.
+
+    Its attention and layers know more variants than are mapped here. Whatever is not mapped is refused.
+    """
+    of: Any = about  # each model type has its own class
+    if of.model_type not in FAMILIES:
+        return (
+            f"model_type is {of.model_type!r}, and {', '.join(FAMILIES)} are what is mapped to its GPT model"
+        )
+    rope: dict[str, Any] = getattr(of, "rope_parameters", None) or {}
+    layers = set(getattr(of, "layer_types", None) or ()) - {"full_attention"}
+    wrong = {
+        "hidden_act": of.hidden_act != "silu",
+        "attention_dropout": bool(getattr(of, "attention_dropout", 0.0)),
+        "attention_bias": bool(getattr(of, "attention_bias", False)),
+        "mlp_bias": bool(getattr(of, "mlp_bias", False)),
+        "pretraining_tp": getattr(of, "pretraining_tp", 1) not in (None, 1),
+        "layer_types": bool(layers),
+        "rope_parameters": rope.get("rope_type", "default") != "default"
+        or rope.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            return f"{name} = {getattr(of, name)!r} in its config.json is not mapped to megatron-core"
+    shared = {
+        "attention heads": of.num_attention_heads,
+        "key-value heads": of.num_key_value_heads,
+        "features of the MLP": of.intermediate_size,
+        "tokens of the vocabulary": of.vocab_size,
+    }
+    for what, count in shared.items():
+        if count % tensor:
+            return f"its {count} {what} can't be shared equally by parallel.tensor = {tensor} ranks"
+    return None
+
+
+def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments of megatron-core's TransformerConfig that say which model it is."""
+    of: Any = about
+    return {
+        "num_layers": of.num_hidden_layers,
+        "hidden_size": of.hidden_size,
+        "ffn_hidden_size": of.intermediate_size,
+        "num_attention_heads": of.num_attention_heads,
+        "num_query_groups": of.num_key_value_heads,
+        "kv_channels": getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads,
+        "layernorm_epsilon": of.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "qk_layernorm": of.model_type == "qwen3",
+        "add_qkv_bias": of.model_type == "qwen2",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }

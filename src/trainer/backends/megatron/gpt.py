@@ -1,0 +1,183 @@
+"""megatron-core's GPT model of a Hugging Face configuration, and the optimiser that shards its state.
+
+Layers are those of megatron-core's local specification, whose attention keeps the samples of a row apart by
+a mask of all pairs of tokens.
+"""
+
+# megatron-core is an optional dependency, without types.
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from transformers import PreTrainedConfig
+
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
+from cairn.config.optimizer import BaseOptimizerConfig
+from cairn.config.trainer import TrainerBase
+from cairn.trainer.backends.megatron.families import arguments_of
+from cairn.trainer.backends.megatron.without_gpu import without_gpu
+from cairn.trainer.group import RankGroup
+from cairn.trainer.optimizers import make_optimizer
+from cairn.trainer.packing import MicroBatch
+
+CUT = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+"""The modules whose matrices ranks share, and which dimension is cut."""
+
+
+def join_ranks(group: RankGroup) -> None:
+    """Make megatron-core's process groups, once for each process group of torch's.
+
+    Neighbouring ranks share matrices, as everywhere in Cairn.
+    """
+    world = dist.group.WORLD
+    if _JOINED.get("world") is world:
+        return
+    if parallel_state.model_parallel_is_initialized():  # of ranks of which one has died since
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        group.tensor.size,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(group.patience.total_seconds() // 60)),
+    )
+    # Dropout is refused, so that nothing is drawn; this tracker keeps no states of CUDA's generators.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    _JOINED["world"] = world
+
+
+_JOINED: dict[str, Any] = {}
+
+
+class MegatronModel(torch.nn.Module):
+    """What computes on this rank, and its gradients.
+
+    config: transformers' configuration of the model. gpt: megatron-core's model, or this rank's part.
+    ddp: its buffers of weights and gradients. distributed: its optimiser, once `make_distributed` has run.
+    """
+
+    def __init__(self, about: PreTrainedConfig, config: TrainerBase, group: RankGroup):
+        """Allocate it; its weights have no values yet."""
+        super().__init__()
+        precision = config.precision.settled(gpu=group.device.type == "cuda")
+        compute = DTYPES_IN_SETTINGS[precision.compute]
+        self.config, self.device, self.tensor = about, group.device, group.tensor
+        self.head_in_float32 = precision.head == "float32"
+        kind = arguments_of(about)
+        settings = TransformerConfig(
+            **kind,
+            activation_func=torch.nn.functional.silu,
+            tensor_model_parallel_size=group.tensor.size,
+            params_dtype=compute,
+            bf16=compute == torch.bfloat16,
+            attention_softmax_in_fp32=True,
+            use_cpu_initialization=group.device.type == "cpu",
+            perform_initialization=False,
+            deterministic_mode=config.deterministic and group.device.type == "cuda",
+            # Fused kernels are those of Apex and TransformerEngine.
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            apply_rope_fusion=False,
+            persist_layer_norm=False,
+        )
+        rope: dict[str, Any] = getattr(about, "rope_parameters", None) or {}
+        tied = bool(getattr(about, "tie_word_embeddings", False))
+        with without_gpu(group.device):
+            gpt = GPTModel(
+                config=settings,
+                transformer_layer_spec=get_gpt_layer_local_spec(
+                    qk_layernorm=kind["qk_layernorm"], normalization="RMSNorm"
+                ),
+                vocab_size=about.vocab_size,
+                max_sequence_length=config.seq_len,
+                position_embedding_type="rope",
+                rotary_base=rope.get("rope_theta", 10000.0),
+                share_embeddings_and_output_weights=tied,
+            ).to(group.device, compute)  # norms are made in float32
+            for module in gpt.modules():  # which megatron-core notes only where it draws initial values
+                if type(module) in CUT and module.weight is not None:
+                    set_tensor_model_parallel_attributes(module.weight, True, CUT[type(module)], 1)
+            how = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=precision.reduce == "float32"
+            )
+            ddp = DistributedDataParallel(settings, how, gpt)
+        self.gpt: Any = gpt
+        self.__dict__["ddp"] = ddp  # has `gpt` as a module of its own
+        self.distributed: Any = None
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """This rank's part of the vocabulary's logits, where the next token is learned: [L, V / ranks]."""
+        found: list[torch.Tensor] = []
+
+        def select(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+            hidden = inputs[0].transpose(0, 1).flatten(0, 1)[micro.learned - 1]
+            found.append(copy_to_tensor_model_parallel_region(hidden))
+            return inputs[0][:0], *inputs[1:]
+
+        hook = self.gpt.output_layer.register_forward_pre_hook(select)
+        try:
+            self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
+        finally:
+            hook.remove()
+        tied = self.gpt.share_embeddings_and_output_weights
+        weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        hidden = found[0]
+        if self.head_in_float32:
+            hidden, weight = hidden.float(), weight.float()
+        return torch.nn.functional.linear(hidden, weight)
+
+
+def hidden_pairs(micro: MicroBatch) -> torch.Tensor:
+    """Which tokens of its row each token does not see: bool [R, 1, T, T], True for later ones and for those
+    of other samples."""
+    shape = micro.input_ids.shape
+    places = torch.arange(shape.numel(), device=micro.input_ids.device)
+    sample = torch.searchsorted(micro.bounds, places.to(micro.bounds.dtype), right=True).view(shape)
+    same = sample[:, :, None] == sample[:, None, :]
+    return ~same.tril()[:, None]
+
+
+def make_distributed(model: MegatronModel, config: BaseOptimizerConfig) -> torch.optim.Optimizer:
+    """Give the model its optimiser; returns the one within, whose parameters are this rank's shards.
+
+    These are float32: views of the weights if the model computes in float32, else master weights.
+    """
+    bf16 = model.gpt.config.bf16
+    groups: Any = parallel_state  # whose functions may also return numbers of ranks
+    nothing: Any = None
+    how = OptimizerConfig(
+        use_distributed_optimizer=True, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32
+    )
+    inner = make_optimizer(model.gpt.named_parameters(), config)
+    ddp = model.__dict__["ddp"]
+    with without_gpu(model.device):
+        model.distributed = DistributedOptimizer(
+            inner,
+            how,
+            grad_scaler=nothing,
+            init_state_fn=nothing,
+            model_chunks=[ddp],
+            per_model_buffers={0: ddp.buffers},
+            data_parallel_group=groups.get_data_parallel_group(with_context_parallel=True),
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=groups.get_model_parallel_group().rank(),
+            distributed_optimizer_instance_id=0,
+        )
+    return model.distributed.optimizer

@@ -1,0 +1,138 @@
+"""Where the weights and moments of megatron-core's model lie in the tensors of transformers' model.
+
+A rank's optimiser has a range of each flattened parameter, which is itself this rank's part of a matrix, and
+may be several of transformers' matrices, one after the other or interleaved (`formats.megatron`). What the
+rank holds of a tensor of transformers' model are therefore pieces of several such ranges.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from cairn.checkpoint.tensors.placement import HeldPiece, Range, Scattered
+from cairn.formats.megatron.megatron_names import parse, rows_of
+from cairn.model.architectures import ModelTensor, architecture_of, sizes_of
+from cairn.trainer.backends.megatron.families import FAMILIES
+from cairn.trainer.group import Axis
+
+
+class Stretch(NamedTuple):
+    """`length` consecutive values: from `begin` in a flat parameter, from `first` in the tensor `name`."""
+
+    name: str
+    first: int
+    begin: int
+    length: int
+
+
+class Shard(NamedTuple):
+    """What this rank's optimiser has of a parameter: `values`, flat, from value `begin`."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    begin: int
+    values: torch.Tensor
+
+
+def stretches_of(
+    name: str, parameter: torch.nn.Parameter, about: PreTrainedConfig, axis: Axis
+) -> Iterator[Stretch]:
+    """Where the values of a rank's parameter lie in transformers' tensors, in the order of the parameter.
+
+    Args:
+        name: megatron-core's.
+        axis: the ranks that share matrices.
+    """
+    key = parse(name)
+    if key is None:
+        raise NotImplementedError(f"megatron-core's {name}")
+    names, whole = architecture_of(about, FAMILIES), sizes_of(about)
+    cut = axis if getattr(parameter, "tensor_model_parallel", False) and axis.size > 1 else Axis()
+    sizes = replace(whole, heads=whole.heads // cut.size, kv_heads=whole.kv_heads // cut.size)
+    rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
+    by_columns = cut.size > 1 and getattr(parameter, "partition_dim", 0) == 1
+    counts: dict[str, int] = defaultdict(int)
+    for part in rows_of(key.roles, rows, sizes):
+        counts[part.role] += part.count
+    seen: dict[str, int] = defaultdict(int)
+    for part in rows_of(key.roles, rows, sizes):
+        target = names.name(ModelTensor(part.role, key.kind, key.layer))
+        assert target is not None
+        if by_columns:
+            for row in range(part.first, part.first + part.count):
+                yield Stretch(target, (row * cut.size + cut.rank) * width, row * width, width)
+        else:
+            first = cut.rank * counts[part.role] + seen[part.role]
+            yield Stretch(target, first * width, part.first * width, part.count * width)
+        seen[part.role] += part.count
+
+
+def scattered(
+    shards: Mapping[str, list[Shard]],
+    shapes: Mapping[str, tuple[int, ...]],
+    about: PreTrainedConfig,
+    axis: Axis,
+    like: torch.Tensor,
+) -> dict[str, Scattered]:
+    """transformers' tensors, of which this rank holds the values of its shards.
+
+    Args:
+        shards: by megatron-core's name of the parameter; none of parameters that other ranks have.
+        shapes: of transformers' tensors, by name; the result is in their order.
+        like: has the data type and the device of the values.
+
+    Raises:
+        NotImplementedError: a parameter has values that transformers' model lacks.
+    """
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in shapes}
+    copies: dict[str, tuple[int, int]] = {}
+    for of_parameter in shards.values():
+        for shard in of_parameter:
+            end = shard.begin + len(shard.values)
+            is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
+            for stretch in stretches_of(shard.name, shard.parameter, about, axis):
+                begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
+                if stretch.name not in found:
+                    raise NotImplementedError(f"transformers' model lacks {stretch.name}")
+                copies[stretch.name] = (0, 1) if is_cut else (axis.rank, axis.size)
+                if begin < stop:
+                    values = shard.values[begin - shard.begin : stop - shard.begin]
+                    found[stretch.name].append((stretch.first + begin - stretch.begin, values))
+    return {
+        name: Scattered(shapes[name], like, _joined(sorted(pieces, key=_first)), copies.get(name, (0, 1)))
+        for name, pieces in found.items()
+    }
+
+
+def _first(piece: tuple[int, torch.Tensor]) -> int:
+    return piece[0]
+
+
+def _joined(pieces: list[tuple[int, torch.Tensor]]) -> list[HeldPiece]:
+    """Pieces that follow each other in memory, as the columns of a matrix do, become one."""
+    found: list[HeldPiece] = []
+    for first, values in pieces:
+        if found and _follow(found[-1].values, values):
+            ranges, before = found.pop()
+            joined = before.as_strided((len(before) + len(values),), (1,), before.storage_offset())
+            found.append(HeldPiece(_with(ranges, first, len(values)), joined))
+        else:
+            found.append(HeldPiece(((first, len(values)),), values))
+    return found
+
+
+def _with(ranges: tuple[Range, ...], first: int, count: int) -> tuple[Range, ...]:
+    last = ranges[-1]
+    if sum(last) == first:
+        return (*ranges[:-1], (last[0], last[1] + count))
+    return (*ranges, (first, count))
+
+
+def _follow(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same: Any = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and one.storage_offset() + len(one) == other.storage_offset()

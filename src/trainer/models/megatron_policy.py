@@ -1,0 +1,216 @@
+"""A policy that megatron-core trains: its scores, and its state by transformers' names.
+
+A checkpoint of it is one that any other layout can go on from, and the other way round. Each rank has the
+logits of a part of the vocabulary, and the logprobs of whole samples.
+"""
+
+# megatron-core is an optional dependency, without types.
+# pyright: reportMissingImports=false
+
+import itertools
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
+from cairn.config.trainer import TrainerBase
+from cairn.model.hub_layout import layout_of
+from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows
+from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
+from cairn.trainer.backends.megatron.parts import Shard, scattered
+from cairn.trainer.backends.megatron.without_gpu import without_gpu
+from cairn.trainer.models.model import places_in
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.packing import MicroBatch
+from cairn.trainer.scoring import entropy
+
+KINDS = ("exp_avg", "exp_avg_sq")
+"""The moments of AdamW; each is as large as the weights."""
+STEP = "step"
+
+
+class MegatronPolicy(Trained):
+    """A `MegatronModel`; what is loaded and saved of it is what this rank's optimiser has."""
+
+    def __init__(self, module: Any, config: TrainerBase):
+        """Give the module an optimiser."""
+        assert isinstance(module, MegatronModel)
+        self._model = module
+        inner = make_distributed(module, config.optimizer)
+        super().__init__(module, inner)  # pyright: ignore[reportArgumentType] (what is asked of it, it has)
+        self._layout = layout_of(self.module)
+        self._names = {parameter: name for name, parameter in module.gpt.named_parameters()}
+        self._steps: dict[str, torch.Tensor] = {}
+        """How often each tensor of transformers' model has been changed, as checkpoints hold it."""
+        self._parts: dict[str, dict[str, Scattered]] = {}
+        """Where the values of weights and moments are, once that has been found out."""
+
+    def begin(self, folder: Path) -> None:
+        super().begin(folder)
+        self.taken()
+
+    def taken(self) -> None:
+        """The shards of the weights have been read: all ranks that compute with them get them.
+
+        Raises:
+            CheckpointError: the weights have been changed different numbers of times.
+        """
+        distributed, device = self._model.distributed, self._model.device
+        with torch.no_grad(), without_gpu(device):
+            distributed._copy_main_params_to_model_params()
+            self._model.__dict__["ddp"].start_param_sync(force_sync=True)
+        if self._steps:
+            counts = {int(step.item()) for step in self._steps.values()}
+            if len(counts) > 1:
+                raise CheckpointError(
+                    f"the checkpoint's weights have been changed {min(counts)} to {max(counts)} times, and "
+                    "megatron-core counts one number for all; go on without backend = 'megatron'"
+                )
+            for state in self.optimizer.state.values():
+                state[STEP].fill_(counts.copy().pop())
+
+    def loaded(self, folder: Path) -> Mapping[str, Stored]:
+        return at_places(self._of("weights"), places_in(self.module, folder))
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's shards, by megatron-core's names."""
+        return {shard.name: shard.values for shard in self._shards()}  # pyright: ignore[reportReturnType]
+
+    def saved(self) -> Mapping[str, Stored]:
+        return at_places(self._of("weights"), self._layout.places)
+
+    def constant(self) -> Collection[str]:
+        return ()
+
+    def scorer(self, config: TrainerBase, device: torch.device) -> Any:
+        return MegatronScorer(self._model)
+
+    def tensors(self) -> Tensors:
+        found: Tensors = {self.weights_stem: self.saved()}
+        if not self.optimizer.state:
+            return found
+        self._steps = self._steps or {
+            name: torch.zeros((), dtype=torch.float32) for name in self._layout.shapes
+        }
+        steps = {float(state[STEP]) for state in self.optimizer.state.values()}
+        for step in self._steps.values():
+            step.fill_(max(steps, default=0.0))
+        state: dict[str, Stored] = {}
+        for name in self._layout.shapes:
+            state |= {f"{name}.{kind}": self._of(kind)[name] for kind in KINDS}
+            state[f"{name}.{STEP}"] = self._steps[name]
+        return {**found, self.optimizer_stem: state}
+
+    def create_optimizer_state(self, saved: Collection[str]) -> None:
+        """Make the state of all shards, if a checkpoint has any.
+
+        Raises:
+            CheckpointError: it has the state of some weights alone, or another optimiser's.
+        """
+        if not saved:
+            return
+        wanted = {f"{name}.{kind}" for name in self._layout.shapes for kind in (*KINDS, STEP)}
+        if apart := sorted(wanted ^ set(saved)):
+            which = "has no" if apart[0] in wanted else "has"
+            raise CheckpointError(
+                f"the checkpoint {which} state {apart[0]!r} ({len(apart)} such tensors in all), and "
+                "backend = 'megatron' goes on with AdamW's of all weights; go on without it"
+            )
+        self._parts = {"weights": self._of("weights")}
+        for group in self.optimizer.param_groups:
+            for shard in group["params"]:
+                self.optimizer.state[shard] = {
+                    **{kind: torch.zeros_like(shard) for kind in KINDS},
+                    STEP: torch.zeros((), dtype=torch.float32, device=shard.device),
+                }
+
+    def _of(self, kind: str) -> dict[str, Scattered]:
+        """What this rank's optimiser has of all tensors of transformers' model: weights, or a moment."""
+        if kind not in self._parts:
+            shards: dict[str, list[Shard]] = {}
+            for shard in self._shards():
+                values = shard.values if kind == "weights" else self.optimizer.state[shard.values][kind]
+                shards[shard.name] = [shard._replace(values=values.detach().view(-1))]
+            like = torch.empty(0, dtype=torch.float32, device=self._model.device)
+            shapes = self._layout.shapes
+            self._parts[kind] = scattered(shards, shapes, self._model.config, self._model.tensor, like)
+        return self._parts[kind]
+
+    def _shards(self) -> list[Shard]:
+        """Of each parameter of which this rank's optimiser has a part."""
+        of = self._model.distributed
+        both = (
+            (of.model_float16_groups, of.shard_fp32_from_float16_groups),
+            (of.model_fp32_groups, of.shard_fp32_groups),
+        )
+        found: list[Shard] = []
+        for parameters, shards in both:
+            flat = zip(itertools.chain(*parameters), itertools.chain(*shards), strict=True)
+            for parameter, shard in flat:
+                begin = of._get_model_param_range_map(parameter)["param"].start
+                found.append(Shard(self._names[parameter], parameter, begin, shard))
+        return found
+
+
+MASKS = Attention("dense", "megatron-core")
+"""Masks of all pairs of tokens, as megatron-core's local layers take them."""
+
+
+class MegatronScorer:
+    """Scores micro-batches as `Scorer` does; ranks that share matrices call it, and get the same numbers."""
+
+    rows: Rows = BY_POSITIONS
+    attention: Attention = MASKS
+
+    def __init__(self, model: MegatronModel):
+        """Score with `model`, whose weights may change in between."""
+        self.model: Any = model
+
+    @property
+    def checked(self) -> Any:
+        """What the self-check compares (`self_check.Scores`)."""
+        return self
+
+    def kernel(self, config: TrainerBase, device: Device) -> tuple[None, str]:
+        """No attention but the model's own: the reason why."""
+        return None, "backend = 'megatron' computes attention by itself"
+
+    def attend(self, attention: Attention) -> None:
+        """Nothing to do: there is one attention."""
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned."""
+        return self.scores(micro, temperature, entropies=False)[0]
+
+    def scores(
+        self, micro: MicroBatch, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`logprobs`, and, if asked for, the entropies of the distributions of these tokens, likewise.
+
+        Entropies take all logits of the learned tokens on each rank.
+        """
+        tokens = micro.input_ids.flatten()[micro.learned]
+        with without_gpu(micro.input_ids.device):
+            logits = self.model(micro)
+            if entropies:
+                whole = gather_from_tensor_model_parallel_region(logits)
+                both = entropy.of_logits(whole, tokens, temperature)
+                return _everywhere(both[0], micro), _everywhere(both[1], micro)
+            # A copy of the logits, which the function changes in place.
+            scaled = logits.float() / temperature
+            return _everywhere(-vocab_parallel_cross_entropy(scaled, tokens), micro), None
+
+
+def _everywhere(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """[R, T - 1] of the learned tokens' values, [L]."""
+    shape = micro.input_ids.shape
+    flat = values.new_zeros(shape.numel()).index_copy(0, micro.learned, values)
+    return flat.view(shape)[:, 1:]

@@ -1,0 +1,189 @@
+"""Models that real megatron-core trains on several ranks, beside the same models on one rank without it."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from runs import free_port, join, start_ranks
+from safetensors.torch import load_file
+from tiny import random_model
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
+from cairn.config.trainer import SFTConfig
+from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.trainer.losses import Likelihood
+from cairn.trainer.models.adapter import make_policy
+from cairn.trainer.packing import make_rank_batch
+from cairn.trainer.scoring.tokens import scoring
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
+
+pytest.importorskip("megatron.core", reason="install the dependency group megatron")
+
+pytestmark = pytest.mark.timeout(600)
+SIZE = {
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
+    **{"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+"""Two heads for each key, and two keys, so that their order matters."""
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZE, rope_theta=5e5),
+    "qwen2": Qwen2Config(**SIZE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZE),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, what lays the model out over them, and the data type that is computed in."""
+
+    ranks: int
+    backend: str = "megatron"
+    how: dict[str, int] = field(default_factory=dict)
+    compute: str = "float32"
+
+
+LAYOUTS = {
+    "one": Layout(1, "fsdp2"),
+    "data": Layout(2),
+    "tensor": Layout(2, how={"tensor": 2}),
+    "both": Layout(4, how={"tensor": 2}),
+    "one, rounded": Layout(1, "fsdp2", compute="bfloat16"),
+    "tensor, rounded": Layout(2, how={"tensor": 2}, compute="bfloat16"),
+}
+EXACT = [name for name, one in LAYOUTS.items() if one.backend == "megatron" and one.compute == "float32"]
+GOES_ON = [("tensor", "one"), ("one", "tensor"), ("both", "data"), ("data", "both")]
+"""Layouts, and those whose steps they go on from."""
+
+
+def make_batch(number: int) -> Batch:
+    """Three micro-batches of one row, of which the second of two ranks has one that holds nothing."""
+    draw = np.random.default_rng(number)
+    samples = [
+        Sample(draw.integers(3, 96, n).astype(np.int32), draw.random(n) < 0.6) for n in (20, 14, 9, 24, 5)
+    ]
+    return Batch(samples, sampling=FROM_TEXT)
+
+
+def start(layout: Layout, group, folder: Path) -> TrainerState:
+    """A trainer's state before its first step, checked as a run's."""
+    config = SFTConfig(
+        backend=layout.backend,
+        parallel=layout.how,
+        workers=layout.ranks,
+        precision={"compute": layout.compute},
+        optimizer={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        seq_len=24,
+    )
+    policy = make_policy(folder, config, group)
+    state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+    state.begin(folder)
+    state.check_model()
+    return state
+
+
+def step(state: TrainerState, number: int) -> dict[str, float]:
+    data = state.group.layout.data
+    batch = make_rank_batch(make_batch(number), state.config, rank=data.rank, world_size=data.size)
+    with scoring(state.scorer):
+        logprobs = [state.scorer.logprobs(micro, 1.0).double().sum() for micro in batch.micros]
+    row = train_step(state, batch, number, Likelihood())
+    table = state.group.gather_micros(torch.stack(logprobs)[:, None])
+    return {**row, "logprobs": table.sum().item()}
+
+
+def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
+    """What a checkpoint holds of the state, in files, and the metrics of its step."""
+    group = state.group
+    folder.mkdir(exist_ok=True)
+    for stem, tensors in state.tensors().items():
+        write_tensors(folder, tensors, Path(stem).name, rank=group.rank, barrier=group.barrier)
+    if group.rank == 0:
+        (folder / "row.json").write_text(json.dumps(row))
+    group.barrier()
+
+
+def run_rank(rank: int, ports: list[int], folder: Path) -> None:
+    """What each process does, in one layout after the other; rank 0 takes part in all of them."""
+    stages = [(name, None) for name in LAYOUTS] + GOES_ON
+    for (name, source), port in zip(stages, ports, strict=True):
+        layout = LAYOUTS[name]
+        if rank >= layout.ranks:
+            continue
+        group = join(rank, layout.ranks, port, backend=layout.backend, **layout.how)
+        for model in MODELS:
+            state = start(layout, group, folder / model)
+            if source is None:
+                for number in (1, 2):
+                    write(state, folder / f"{model} {name} after {number}", step(state, number))
+            else:
+                saved = folder / f"{model} {source} after 1"
+                state.policy.create_optimizer_state(load_file(saved / "optimizer.safetensors").keys())
+                for stem, tensors in state.tensors().items():
+                    read_tensors(saved, tensors, Path(stem).name, rank=rank)
+                state.policy.taken()
+                write(state, folder / f"{model} {name} has loaded {source}", {})
+                write(state, folder / f"{model} {name} after {source}", step(state, 2))
+        dist.barrier()
+        group.leave()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each layout has made."""
+    folder = tmp_path_factory.mktemp("megatron")
+    for name, config in MODELS.items():
+        random_model(config).save_pretrained(folder / name)
+    ports = [free_port() for _ in (*LAYOUTS, *GOES_ON)]
+    ranks = max(layout.ranks for layout in LAYOUTS.values())
+    started = start_ranks(run_rank, ports, folder, world_size=ranks)
+    while not started.join():
+        pass
+    return folder
+
+
+def row_of(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "row.json").read_text())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", EXACT)
+def test_any_ranks_make_the_steps_of_one(found: Path, layout: str, model: str):
+    """Their logprobs, losses, norms, weights and moments, up to rounding in another order."""
+    for number in (1, 2):
+        ours, right = (found / f"{model} {which} after {number}" for which in (layout, "one"))
+        assert row_of(ours) == pytest.approx(row_of(right), rel=1e-5)
+        for stem in ("model", "optimizer"):
+            tensors, expected = (load_file(where / f"{stem}.safetensors") for where in (ours, right))
+            assert list(tensors) == list(expected)
+            for name, values in expected.items():
+                torch.testing.assert_close(tensors[name], values, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("layout", "source"), GOES_ON)
+def test_a_step_of_one_layout_is_gone_on_from_in_another(found: Path, layout: str, source: str, model: str):
+    """What was saved is loaded byte for byte, and the next step is that of a run that was never stopped."""
+    saved, loaded = found / f"{model} {source} after 1", found / f"{model} {layout} has loaded {source}"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (loaded / name).read_bytes() == (saved / name).read_bytes()
+    after, expected = found / f"{model} {layout} after {source}", found / f"{model} {source} after 2"
+    assert row_of(after) == pytest.approx(row_of(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_in_bfloat16_have_masters_in_float32(found: Path, model: str):
+    """They change by steps that bfloat16 could not hold, and as FSDP2's do, up to its rounding."""
+    ours, right = (found / f"{model} {which} after 2" for which in ("tensor, rounded", "one, rounded"))
+    assert row_of(ours)["loss"] == pytest.approx(row_of(right)["loss"], rel=0.01)
+    assert row_of(ours)["grad_norm"] == pytest.approx(row_of(right)["grad_norm"], rel=0.1)
+    tensors = load_file(ours / "model.safetensors")
+    assert {values.dtype for values in tensors.values()} == {torch.float32}
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert not torch.equal(tensors[name], tensors[name].bfloat16().float())

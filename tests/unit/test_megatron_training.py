@@ -1,0 +1,165 @@
+"""What megatron-core is asked to train, and where its weights lie in transformers' tensors; without it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import GemmaConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from cairn.checkpoint.tensors.placement import Scattered, at_places, share_of
+from cairn.checkpoint.tensors.rows import RowTargets, in_rows
+from cairn.config.cli import load
+from cairn.config.preferences import RewardConfig
+from cairn.config.trainer import SFTConfig
+from cairn.model.hub_layout import hub_layout
+from cairn.run.errors import UsageError
+from cairn.trainer.backends.megatron import families
+from cairn.trainer.backends.megatron.families import INSTALL, check_megatron, problem_of
+from cairn.trainer.backends.megatron.parts import Shard, scattered
+from cairn.trainer.group import Axis
+
+SIZE: dict[str, Any] = {
+    **{"vocab_size": 24, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+}
+MODELS = [LlamaConfig(**SIZE), Qwen2Config(**SIZE, tie_word_embeddings=True), Qwen3Config(**SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("about", "tensor", "why"),
+    [
+        (GemmaConfig(**SIZE), 1, "model_type is 'gemma', and llama, qwen2, qwen3"),
+        (LlamaConfig(**SIZE, attention_bias=True), 1, "attention_bias = True .* is not mapped"),
+        (LlamaConfig(**SIZE, mlp_bias=True), 1, "mlp_bias = True"),
+        (LlamaConfig(**SIZE, hidden_act="gelu"), 1, "hidden_act = 'gelu'"),
+        (LlamaConfig(**SIZE, attention_dropout=0.1), 1, "attention_dropout = 0.1"),
+        (
+            LlamaConfig(**SIZE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            1,
+            "rope_parameters = .*linear",
+        ),
+        (
+            Qwen3Config(**SIZE, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            1,
+            "layer_types = .*sliding_attention",
+        ),
+        (LlamaConfig(**SIZE), 4, "its 2 key-value heads can't be shared equally by parallel.tensor = 4"),
+        (LlamaConfig(**SIZE | {"vocab_size": 25}), 2, "its 25 tokens of the vocabulary can't be shared"),
+    ],
+)
+def test_models_that_are_not_mapped_are_refused(about: PreTrainedConfig, tensor: int, why: str, monkeypatch):
+    monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(UsageError, match=rf"backend = 'megatron' can't train the model: {why}"):
+        check_megatron(about, tensor)
+
+
+@pytest.mark.parametrize("about", MODELS, ids=lambda about: about.model_type)
+def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch):
+    assert problem_of(about, 2) is None
+    monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=f"megatron-core is not installed; `{INSTALL}` installs it"):
+        check_megatron(about, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--parallel.context", "2"), r"parallel.context = 2, which takes TransformerEngine"),
+        (("--replicas", "2"), r"replicas was not tried"),
+        (("--lora",), r"lora was not tried"),
+        (("--freeze", "*norm*"), r"freeze was not tried"),
+        (("--compile",), r"compile was not tried"),
+        (("--activation-checkpointing",), r"activation_checkpointing was not tried"),
+        (("--keep-gathered",), r"keep_gathered was not tried"),
+        (("--state-on", "host"), r"state_on was not tried"),
+        (("--router-aux-coef", "0.1"), r"router_aux_coef was not tried"),
+        (("--optimizer.type", "lion"), r"optimizer.type = 'lion' does not go: .* AdamW's state"),
+        (("--attention", "flex"), r"attention = 'flex' does not go"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], what: str):
+    load(SFTConfig, list(flags))
+    with pytest.raises(UsageError, match=rf"{what}.* with backend = 'megatron'; leave one out"):
+        load(SFTConfig, ["--backend", "megatron", *flags])
+
+
+def test_tasks_that_do_not_go_with_it_are_refused():
+    with pytest.raises(UsageError, match="task reward, which trains with FSDP2 alone, does not go"):
+        load(RewardConfig, ["--backend", "megatron"])
+
+
+def parameters_of(about: Any, tensor: int) -> dict[str, torch.nn.Parameter]:
+    """megatron-core's parameters on one of `tensor` ranks, by its names."""
+    hidden, head = about.hidden_size, about.head_dim
+    group = (about.num_attention_heads // about.num_key_value_heads + 2) * head
+
+    def one(*shape: int, cut: int | None = None) -> torch.nn.Parameter:
+        sizes = [size // tensor if dim == cut else size for dim, size in enumerate(shape)]
+        made: Any = torch.nn.Parameter(torch.zeros(sizes), requires_grad=False)
+        made.tensor_model_parallel, made.partition_dim = cut is not None, -1 if cut is None else cut
+        return made
+
+    found = {"embedding.word_embeddings.weight": one(about.vocab_size, hidden, cut=0)}
+    for layer in range(about.num_hidden_layers):
+        at = f"decoder.layers.{layer}."
+        found |= {
+            f"{at}input_layernorm.weight": one(hidden),
+            f"{at}self_attention.linear_proj.weight": one(hidden, about.num_attention_heads * head, cut=1),
+            f"{at}self_attention.linear_qkv.weight": one(about.num_key_value_heads * group, hidden, cut=0),
+            f"{at}pre_mlp_layernorm.weight": one(hidden),
+            f"{at}mlp.linear_fc1.weight": one(2 * about.intermediate_size, hidden, cut=0),
+            f"{at}mlp.linear_fc2.weight": one(hidden, about.intermediate_size, cut=1),
+        }
+        if about.model_type == "qwen2":
+            found[f"{at}self_attention.linear_qkv.bias"] = one(about.num_key_value_heads * group, cut=0)
+        if about.model_type == "qwen3":
+            found |= {f"{at}self_attention.{which}_layernorm.weight": one(head) for which in "qk"}
+    found["decoder.final_layernorm.weight"] = one(hidden)
+    if not about.tie_word_embeddings:
+        found["output_layer.weight"] = one(about.vocab_size, hidden, cut=0)
+    return found
+
+
+def held_by(about: Any, tensor: int, rank: int, data: int, number: int) -> dict[str, Scattered]:
+    """What a rank's optimiser has of transformers' tensors: the values of flat parameters from one place in
+    the buffer to another, which falls within parameters."""
+    parameters = parameters_of(about, tensor)
+    total = sum(one.numel() for one in parameters.values())
+    first, last = total * number // data, total * (number + 1) // data
+    shards: dict[str, list[Shard]] = {}
+    position = 0
+    for name, parameter in parameters.items():
+        begin, end = (min(max(at - position, 0), parameter.numel()) for at in (first, last))
+        if begin < end:
+            shards[name] = [Shard(name, parameter, begin, parameter.view(-1)[begin:end])]
+        position += parameter.numel()
+    shapes = hub_layout(about).shapes
+    return scattered(shards, shapes, about, Axis(rank, tensor), torch.empty(0))
+
+
+@pytest.mark.parametrize("about", MODELS, ids=lambda about: about.model_type)
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_the_ranks_have_each_value_once(about: PreTrainedConfig, tensor: int, data: int):
+    """Whatever is read into what they hold is what is written of it: all values, each by one rank."""
+    places = hub_layout(about).places
+    written = {name: torch.zeros(place.shape) for name, place in places.items()}
+    times = {name: torch.zeros(place.shape) for name, place in places.items()}
+    numbers = {name: torch.arange(math.prod(place.shape)) + 1.0 for name, place in places.items()}
+    for rank in range(tensor):
+        for number in range(data):
+            held = at_places(held_by(about, tensor, rank, data, number), places)
+            targets = RowTargets(held)
+            for name, target in targets.tensors.items():
+                share = share_of(name, target, rank)
+                for first, values in share.cut(share.flat()):
+                    values.copy_(numbers[name][first : first + len(values)])
+            targets.finish()
+            for name, tensor_here in in_rows(held).items():
+                share = share_of(name, tensor_here, rank).owned()
+                for first, values in share.cut(share.flat()):
+                    written[name].view(-1)[first : first + len(values)] = values
+                    times[name].view(-1)[first : first + len(values)] += 1
+    for name, values in written.items():
+        assert torch.equal(values.view(-1), numbers[name]), name
+        assert (times[name] == 1).all(), name
