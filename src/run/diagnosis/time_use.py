@@ -142,8 +142,8 @@ class IdleRanks:
                 level,
                 f"each rank waits {percent(idle)} of a step for others in {seen.steps}: the step's samples "
                 "fill too few micro-batches, or unequal ones",
-                "Lower micro_batch_size (or micro_batch_tokens), so that there are more micro-batches, give a "
-                "step more samples, or take fewer ranks (workers)",
+                "Lower micro_batch_size (or micro_batch_tokens), so that there are more micro-batches, give "
+                "a step more samples, or take fewer ranks (workers)",
             )
 
 
