@@ -79,22 +79,12 @@ class Block:
         Raises:
             Damaged: the stored bytes are none that can be unpacked.
         """
-        import zstandard  # like numpy, imported where it is used: `ckpt --help` does without
-
         with open(self.data, "rb", buffering=0) as file:
             stored = os.pread(file.fileno(), self.stored, self.at)
         where = f"{self.data}: bytes {self.at} to {self.at + self.stored}"
         if len(stored) != self.stored:
             raise Damaged(f"{where}: the file ends earlier")
-        if not self.width:
-            return memoryview(stored)
-        try:
-            if zstandard.frame_content_size(stored) != self.nbytes:
-                raise Damaged(f"{where}: not a frame of {self.nbytes} bytes")
-            grouped = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise Damaged(f"{where}: can't be decompressed: {error}") from None
-        return _ungroup(grouped, self.width)
+        return unpack(stored, self.nbytes, self.width, where)
 
 
 @dataclass(frozen=True)
@@ -135,6 +125,25 @@ def pack(data: memoryview | bytes, width: int) -> tuple[bytes, int]:
     """What a block is stored as, and its width: 0 where compression does not make it smaller."""
     packed = _own.compressor().compress(_group(data, width))
     return (packed, width) if len(packed) < len(data) else (bytes(data), 0)
+
+
+def unpack(stored: bytes | memoryview, nbytes: int, width: int, where: str) -> memoryview:
+    """The `nbytes` bytes that `pack` has stored with this width; `where` names them in errors.
+
+    Raises:
+        Damaged: they are none that can be unpacked.
+    """
+    import zstandard  # like numpy, imported where it is used: `ckpt --help` does without
+
+    if not width:
+        return memoryview(stored)
+    try:
+        if zstandard.frame_content_size(stored) != nbytes:
+            raise Damaged(f"{where}: not a frame of {nbytes} bytes")
+        grouped = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Damaged(f"{where}: can't be decompressed: {error}") from None
+    return _ungroup(grouped, width)
 
 
 def _group(data: memoryview | bytes, width: int) -> memoryview:

@@ -8,7 +8,7 @@ the ranges that it holds, on any number of ranks.
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -133,15 +133,27 @@ class OutgoingTensors:
                 fd = os.open(folder / file, os.O_WRONLY)
                 try:
                     for start, share, dtype in ours:
-                        for first, values in share.cut(share.flat()):
-                            for part in values.split(outlet.piece_bytes // dtype.itemsize):
-                                check()
-                                piece = part.to(dtype)
-                                saw(share.name, piece, first * dtype.itemsize)
-                                write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
-                                first += len(part)
+                        for first, piece in pieces_of(share, dtype, outlet.piece_bytes):
+                            check()
+                            saw(share.name, piece, first * dtype.itemsize)
+                            write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
                 finally:
                     os.close(fd)
+
+    @property
+    def shares(self) -> dict[str, tuple[Share, torch.dtype]]:
+        """This rank's share of each tensor of which it has any, and what it is written as."""
+        return {share.name: (share, dtype) for ours in self._shares.values() for _, share, dtype in ours}
+
+
+def pieces_of(share: Share, dtype: torch.dtype, piece_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The values of a share as `dtype`, on their own device, in pieces of at most `piece_bytes`; with each
+    the number of its first value in the whole tensor.
+    """
+    for first, values in share.cut(share.flat()):
+        for part in values.split(piece_bytes // dtype.itemsize):
+            yield first, part.to(dtype)
+            first += len(part)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -4,14 +4,15 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from cairn.config.trainer import TrainerConfig
-from cairn.policy.checksums import merged, remove_checksums, write_checksums
+from cairn.policy.checksums import remove_checksums, write_checksums
 from cairn.run import heartbeat
 from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
@@ -22,7 +23,7 @@ from cairn.trainer.backends.backend import Backend
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
-from cairn.trainer.publishing.transports import Filling, Transport
+from cairn.trainer.publishing.transports import Filling, Transport, Written
 from cairn.trainer.scoring.self_check import ordinary_tokens, uncompiled
 from cairn.trainer.scoring.tokens import Scorer
 
@@ -196,16 +197,17 @@ class VersionPublisher:
             remove_checksums(unfinished)  # of what was here before
             filling.begin(unfinished)
         self._ranks.gather("", self._check_wanted)
-        sums = filling.write(unfinished, self._check_wanted)
+        written = filling.write(unfinished, self._check_wanted)
         self._written.set()
         self._before_announcing()
-        contributions = self._ranks.gather(json.dumps(dict(sums)), self._check_wanted)
+        ranks = self._ranks.gather(json.dumps(asdict(written)), self._check_wanted)
+        written = Written.by_all([Written(**json.loads(part)) for part in ranks])
         if self.group.rank == 0:
-            parts: list[Mapping[str, int]] = [json.loads(part) for part in contributions]
-            if whole := merged(parts):
-                write_checksums(unfinished, whole)
+            if written.sums:
+                write_checksums(unfinished, written.sums)
             if probe:
                 write_probe(unfinished, probe)
+        filling.finish(unfinished, written)
 
     def _check_wanted(self) -> None:
         if self._given_up.is_set():

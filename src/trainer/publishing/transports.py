@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from cairn.checkpoint.step_folder import OF_ADAPTERS
 from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.sharded_files import OutgoingTensors, Stored
-from cairn.policy.checksums import RunningSums
+from cairn.policy.checksums import RunningSums, merged
 from cairn.policy.network import address_towards
 from cairn.policy.receiver import Source
 from cairn.policy.sender import WeightSender
@@ -20,19 +20,41 @@ from cairn.run.messages import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
 
+@dataclass(frozen=True)
+class Written:
+    """What ranks have written of a version.
+
+    sums: the checksums of its tensors, or what ranks contribute to them; none if servers are not checked.
+    nbytes: of changes, if it is these that were written.
+    """
+
+    sums: Mapping[str, int] = field(default_factory=dict[str, int])
+    nbytes: int = 0
+
+    @classmethod
+    def by_all(cls, ranks: Sequence["Written"]) -> "Written":
+        """What all ranks have written together."""
+        return cls(merged(written.sums for written in ranks), sum(written.nbytes for written in ranks))
+
+
 class Filling(ABC):
-    """What goes into a version's folder. Rank 0 calls `begin`, then each rank `write`, on any thread."""
+    """What goes into a version's folder. Rank 0 calls `begin`, then each rank `write`, and once all have
+    written each rank `finish`, on any thread.
+    """
 
     @abstractmethod
     def begin(self, folder: Path) -> None:
         """Write what rank 0 alone writes; what is in `folder` may be older."""
 
-    def write(self, folder: Path, check: Callable[[], object]) -> Mapping[str, int]:
-        """Write this rank's part; returns its contributions to the tensors' checksums.
+    def write(self, folder: Path, check: Callable[[], object]) -> Written:
+        """Write this rank's part. The weights may change once it returns.
 
         `check` is called again and again; what it raises ends the writing.
         """
-        return {}
+        return Written()
+
+    def finish(self, folder: Path, written: Written) -> None:  # noqa: B027
+        """All ranks together have written this, and rank 0 the checksums; the folder is announced next."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +156,14 @@ class _Files(Filling):
             (folder / name).write_bytes(content)
         self._outgoing.create(folder)
 
-    def write(self, folder: Path, check: Callable[[], object]) -> Mapping[str, int]:
+    def write(self, folder: Path, check: Callable[[], object]) -> Written:
         """Write the values; the checksums are computed from the values in memory."""
         sums = RunningSums()
         if self._checked:
             self._outgoing.write(folder, sums.add, check)
         else:
             self._outgoing.write(folder, check=check)
-        return sums.numbers()
+        return Written(sums.numbers())
 
 
 class NetworkTransport(Transport):
