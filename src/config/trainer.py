@@ -141,6 +141,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         """Whether servers get the policy that a new run begins with from the trainer, not from its folder."""
         return False
 
+    def keeps_published(self, *, gpu: bool) -> str | None:
+        """The data type in which ranks on GPUs or CPUs keep the newest policy in host memory; None: they keep
+        none."""
+        return None
+
     @property
     def auxiliary_models(self) -> Mapping[str, AuxiliaryModel]:
         """The models that are trained beside the policy, by the section that describes them."""
@@ -379,6 +384,9 @@ class TrainerConfig(WithTeachers, TrainerBase):
     critic: CriticConfig | None = None
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
+    weight_encoding: Literal["full", "delta"] = "full"
+    """What servers get of policies: all values, or only what has changed (small with bfloat16 policies and
+    low learning rates; the trainer and each server keep a copy of the policy in host memory)."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which servers get policies; auto is that of the trainer's computation."""
     weight_host: str | None = None
@@ -430,6 +438,9 @@ class TrainerConfig(WithTeachers, TrainerBase):
             raise ValueError(problem)
         return self
 
+    def keeps_published(self, *, gpu: bool) -> str | None:
+        return self.published_as(gpu=gpu) if self.weight_encoding == "delta" else None
+
     @property
     def sends_adapter(self) -> bool:
         return self.lora is not None and self.lora.serve != "merged"
@@ -444,6 +455,11 @@ class TrainerConfig(WithTeachers, TrainerBase):
 
     @model_validator(mode="after")
     def _adapter_can_be_sent(self) -> "TrainerConfig":
+        if self.lora and self.sends_adapter and self.weight_encoding != "full":
+            raise ValueError(
+                f'lora.serve = "{self.lora.serve}" needs weight_encoding = "full": an adapter is small, and '
+                "all of it changes"
+            )
         if self.lora and self.sends_adapter and self.weight_transport != "files":
             raise ValueError(
                 f'lora.serve = "{self.lora.serve}" needs weight_transport = "files"; over the network '

@@ -86,6 +86,8 @@ class ServerStatus:
     """After an update: the `host` and `port` at which it hands the policy on to other servers."""
     relayed: bool = False
     """After an update: whether another server has handed the policy on to it."""
+    came: int | None = None
+    """After an update: bytes of the policy that it has read or received; None: it does not know."""
     base: dict[str, str] | None = None
     """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
 

@@ -271,6 +271,9 @@ def host_need(
             copied = _state(footprint, config.optimizer, elements).bytes
             copied += sum(one.state(1).bytes for one in beside)
         parts.append(MemoryPart("a copy of the state while it is saved", 4 * elements + copied, False))
+    if (kind := config.keeps_published(gpu=gpu)) is not None:
+        what = "the newest policy as servers have it, for deltas"
+        parts.append(MemoryPart(what, WIDTHS[kind] * footprint.elements))
     return Need("of the machine's memory", tuple(parts))
 
 

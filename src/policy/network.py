@@ -14,9 +14,12 @@ substitute: its watchdog ends the process of the survivor, and it can't run besi
 operations on another communicator of the same GPU.)
 
 Each pair of a server and a rank is a process group. The two communicate through the store, with these keys
-after the pair's number: `hello` (the server's order of tensors), then for each policy i `ask/i` (its step),
-`answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` if all ranks said yes, else `no`). Then the tensors
-are sent, in messages of at most MESSAGE_BYTES, and `sums/i` holds the checksums of what the rank has sent.
+after the pair's number: `hello` (the server's order of tensors), then for each policy i `ask/i` (its step,
+and the digest of the policy that the server has, if the source offers deltas), `answer/i` and `go/i` (`yes`
+if all ranks send, else `no`). What a rank answers, each by itself, is WHOLE, DELTA (`delta.py`; only to whom
+has the policy that its delta is relative to), SAME (the server has that policy), or that it sends nothing:
+`gone` or `early`. Then the tensors are sent, in messages of at most MESSAGE_BYTES; or what they have changed
+by, after `sizes/i`, the number of bytes for each tensor. `sums/i` holds the checksums of the rank's share.
 The rank's half is in `sender.py`, the server's in `receiver.py`.
 
 Every wait for the other side has a limit, within which something must arrive: ANSWER seconds for an answer,
@@ -34,6 +37,8 @@ PATIENCE = timedelta(seconds=60)
 """Timeout of each message between rank and server, and of making their connection."""
 ANSWER = timedelta(seconds=10)
 """Timeout of a server's wait for a rank's answer; the server generates nothing while it waits."""
+WHOLE, DELTA, SAME = "yes", "delta", "same"
+"""Answers of a rank that sends what the server lacks."""
 MESSAGE_BYTES = 32 << 20
 """Largest message; it takes a tenth of a second over a slow network."""
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS, as_memory
 from cairn.policy.checksums import merged
+from cairn.policy.delta import apply
 from cairn.policy.errors import Gone, NotThere
-from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
+from cairn.policy.network import ANSWER, DELTA, PATIENCE, SAME, WHOLE, join_pair, messages
 from cairn.run.files import read_json, write_json
 from cairn.run.messages import WEIGHT_SOURCE
 
@@ -40,7 +41,8 @@ class Rank:
 class Source:
     """A policy in the memory of trainer ranks: the tensors that they send, `bytes` bytes in all.
 
-    shapes, dtypes: by tensor name, as the tensors are sent; data types have torch's names.
+    shapes, dtypes: by tensor name, as the tensors are sent; data types have torch's names. deltas: whether
+    the ranks send deltas to a server that has an earlier policy.
     """
 
     step: int
@@ -48,6 +50,15 @@ class Source:
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
     ranks: list[Rank]
+    deltas: bool = False
+
+    @property
+    def layout(self) -> "Layout":
+        """The shape and data type of each tensor."""
+        return {
+            name: (torch.Size(shape), DTYPES_IN_SETTINGS[self.dtypes[name]])
+            for name, shape in self.shapes.items()
+        }
 
     def write(self, folder: Path) -> None:
         """Write the file that `read_source` reads."""
@@ -69,6 +80,35 @@ def read_source(folder: Path) -> Source | None:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 
 
+Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""The shape and data type of each tensor of a policy."""
+
+
+class Room:
+    """Where tensors are put as they come, in the host's memory; this one keeps nothing of them.
+
+    digest: of the policy that the places hold, of which a delta can make another one; empty: of none.
+    """
+
+    digest: str = ""
+
+    def __init__(self) -> None:
+        self._layout: Layout = {}
+
+    @property
+    def layout(self) -> Layout:
+        """Of the tensors that there are places for."""
+        return self._layout
+
+    def begin(self, layout: Layout) -> None:
+        """Tensors of this layout are about to come."""
+        self._layout = layout
+
+    def place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor's place. It holds the tensor of the policy `digest`, if there is one, or any values."""
+        return torch.empty(shape, dtype=dtype)
+
+
 class WeightReceiver:
     """Receives policies from the memory of trainers, into the host's memory.
 
@@ -80,17 +120,26 @@ class WeightReceiver:
         self._patience = patience
         self._pairs: dict[tuple[Any, ...], _Pair] = {}
         self.sent: dict[str, int] = {}
-        """The checksums of the tensors as the ranks sent them; complete once all tensors are received."""
+        """The checksums of the tensors as the ranks have them; complete once all tensors are received."""
+        self.nbytes = 0
+        """That have come of the tensors that were received last."""
 
     def receive(
-        self, source: Source, groups: list[list[str]], seconds: float = math.inf
+        self, source: Source, groups: list[list[str]], seconds: float = math.inf, room: Room | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Agree with the ranks of `source`; the iterator then receives the tensors, one of `groups` at a
         time, within `seconds` from now.
 
+        Args:
+            room: where they are put; of what it holds, the ranks may send only what has changed.
+
         Raises:
-            Gone, NotThere: nothing was sent. RuntimeError while iterating: the transfer broke off.
+            Gone, NotThere: nothing was sent. RuntimeError while iterating: the transfer broke off. Damaged
+            while iterating: a delta is none of these tensors.
         """
+        room = room or Room()
+        base = room.digest if source.deltas else ""
+        self.nbytes = 0
         until = time.monotonic() + seconds
         names = [name for group in groups for name in group]
         answers: list[str] = []
@@ -104,10 +153,11 @@ class WeightReceiver:
             try:
                 for pair in pairs:
                     rank = pair.rank
-                    answers.append(pair.ask(source.step))
+                    answers.append(pair.ask(source.step, base))
             finally:  # a rank that said yes doesn't update its weights before this
+                sends = len(answers) == len(pairs) and {WHOLE, DELTA, SAME}.issuperset(answers)
                 for pair in pairs[: len(answers)]:
-                    pair.go(answers == ["yes"] * len(pairs))
+                    pair.go(sends)
         except (RuntimeError, OSError) as error:
             self.forget()
             at = f" at {rank.host}:{rank.port}" if rank else ""
@@ -119,20 +169,18 @@ class WeightReceiver:
             raise Gone(f"the trainer already has a newer policy than that of step {source.step}")
         if "early" in answers:
             raise NotThere(f"the trainer has not recomputed step {source.step} yet")
-        return self._tensors(source, groups, pairs, until)
+        return self._tensors(source, groups, pairs, until, room)
 
     def _tensors(
-        self, source: Source, groups: list[list[str]], pairs: list["_Pair"], until: float
+        self, source: Source, groups: list[list[str]], pairs: list["_Pair"], until: float, room: Room
     ) -> Iterator[dict[str, torch.Tensor]]:
+        layout = source.layout
         try:
             for names in groups:
-                tensors = {
-                    name: torch.empty(source.shapes[name], dtype=DTYPES_IN_SETTINGS[source.dtypes[name]])
-                    for name in names
-                }
+                tensors = {name: room.place(name, *layout[name]) for name in names}
                 for name, tensor in tensors.items():
                     for rank, pair in zip(source.ranks, pairs, strict=True):
-                        pair.receive(tensor.view(-1), rank.ranges.get(name, []))
+                        self.nbytes += pair.take(name, tensor.view(-1), rank.ranges.get(name, []))
                     if time.monotonic() > until:
                         raise RuntimeError("it takes too long")
                 yield tensors
@@ -151,25 +199,53 @@ class _Pair:
 
     def __init__(self, rank: Rank, names: list[str], patience: timedelta):
         self.rank = rank
+        self._names = names
         self._patience = patience
         self._store = dist.TCPStore(rank.host, rank.port, timeout=min(ANSWER, patience))
         self._pair = self._store.add("pairs", 1)
         self._request = 0
+        self._answer = ""
+        self._sizes: dict[str, int] | None = None
         self._store.set(f"{self._pair}/hello", json.dumps(names))
         self._group = join_pair(self._store, self._pair, 1, rank.host, patience)
 
-    def ask(self, step: int) -> str:
-        """Ask for the policy after `step` steps; returns the rank's answer."""
+    def ask(self, step: int, base: str = "") -> str:
+        """Ask for the policy after `step` steps, having the one with the digest `base`, if any; returns the
+        rank's answer."""
         self._request += 1
-        self._store.set(f"{self._pair}/ask/{self._request}", str(step))
-        return self._store.get(f"{self._pair}/answer/{self._request}").decode()
+        self._sizes = None
+        self._store.set(f"{self._pair}/ask/{self._request}", f"{step} {base}".strip())
+        self._answer = self._store.get(f"{self._pair}/answer/{self._request}").decode()
+        return self._answer
 
     def go(self, yes: bool) -> None:
         """Tell the rank whether to send the tensors."""
         self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
 
-    def receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
-        """Get the values of `ranges` of a flat tensor, in place."""
+    def take(self, name: str, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> int:
+        """Get the rank's values of a flat tensor, which are `ranges` of it, in place, as it has answered.
+
+        Returns how many bytes have come.
+        """
+        if self._answer == SAME:
+            return 0
+        if self._answer == DELTA:
+            return self._receive_delta(name, flat)
+        self._receive(flat, ranges)
+        return sum(count for _, count in ranges) * flat.element_size()
+
+    def _receive_delta(self, name: str, flat: torch.Tensor) -> int:
+        if self._sizes is None:
+            sizes = json.loads(self._store.get(f"{self._pair}/sizes/{self._request}"))
+            self._sizes = dict(zip(self._names, sizes, strict=True))
+        blocks = torch.empty(self._sizes[name], dtype=torch.uint8)
+        if len(blocks):
+            for message in messages(blocks):
+                self._group.recv([message], 0, 0).wait(self._patience)
+            apply(as_memory(blocks), flat, name)
+        return len(blocks)
+
+    def _receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
         if not ranges:
             return
         places = [flat[first : first + count] for first, count in ranges]

@@ -19,7 +19,18 @@ import torch.distributed as dist
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.placement import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
-from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, host_store, join_pair, messages
+from cairn.policy.delta import RankDelta
+from cairn.policy.network import (
+    ANSWER,
+    DELTA,
+    MESSAGE_BYTES,
+    PATIENCE,
+    SAME,
+    WHOLE,
+    host_store,
+    join_pair,
+    messages,
+)
 from cairn.policy.receiver import Rank, Source
 
 logger = logging.getLogger(__name__)
@@ -73,6 +84,7 @@ class WeightSender:
         self.here = Rank(host, self._store.port, ranges)
         self._state = threading.Condition()
         self._newest = -1
+        self._delta: OfferedDelta | None = None
         self._offered: int | None = None
         """The step of the policy that the tensors hold; None while the optimiser changes them.
 
@@ -85,10 +97,27 @@ class WeightSender:
         self._threads = [threading.Thread(target=self._meet, daemon=True)]
         self._threads[0].start()
 
-    def source(self, step: int, ranks: list[Rank]) -> Source:
-        """The source of the policy after `step` steps, which all of `ranks` offer."""
+    @property
+    def shares(self) -> dict[str, tuple[Share, torch.dtype]]:
+        """This rank's share of each tensor of which it has any, and what it is sent as."""
+        return {name: (share, self._dtypes[name]) for name, share in self._shares.items()}
+
+    def source(self, step: int, ranks: list[Rank], *, deltas: bool = False) -> Source:
+        """The source of the policy after `step` steps, which all of `ranks` offer.
+
+        Args:
+            deltas: whether they also offer deltas.
+        """
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
-        return Source(step, self._bytes, self._shapes, dtypes, ranks)
+        return Source(step, self._bytes, self._shapes, dtypes, ranks, deltas)
+
+    def offer_delta(self, delta: "OfferedDelta") -> None:
+        """From now on send this to servers that ask for its policy and have the one that it is relative to.
+
+        It replaces an earlier one. Its policy need not be offered any more: nothing of it is in the tensors.
+        """
+        with self._state:
+            self._delta = delta
 
     def offer(self, step: int) -> None:
         """Offer the tensors as the policy after `step` steps; they must not change until `withdraw`.
@@ -148,12 +177,21 @@ class WeightSender:
                     asked = self._next(store, f"{pair}/ask/{request}")
                     if asked == END:
                         return
-                    with self._reading(int(asked)) as reading:
+                    step, _, base = asked.partition(" ")
+                    with self._reading(int(step), base) as reading:
                         store.set(f"{pair}/answer/{request}", reading.answer)
                         store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
-                        if store.get(f"{pair}/go/{request}") == b"yes":
+                        if store.get(f"{pair}/go/{request}") != b"yes":
+                            continue
+                        if (delta := reading.delta) is None:
                             sums = self._sent(names, self._send(group, names, reading, outlet))
-                            store.set(f"{pair}/sums/{request}", json.dumps(sums))
+                        else:
+                            if reading.answer == DELTA:
+                                sizes = [len(delta.rank.blocks.get(name, b"")) for name in names]
+                                store.set(f"{pair}/sizes/{request}", json.dumps(sizes))
+                                self._send_delta(group, names, delta.rank)
+                            sums = {name: delta.rank.sums[name] for name in names if name in delta.rank.sums}
+                        store.set(f"{pair}/sums/{request}", json.dumps(sums))
         except RuntimeError as error:  # a living server connects again
             # Not the error itself: whoever kept it would keep the connection open.
             logger.warning("closing the connection to a server: %s", str(error).partition("\n")[0])
@@ -169,12 +207,17 @@ class WeightSender:
         return store.get(key).decode()
 
     @contextlib.contextmanager
-    def _reading(self, asked: int) -> Iterator["_Reading"]:
-        """A request for policy `asked`; after a yes, the policy stays as it is until `withdraw` gives up."""
+    def _reading(self, asked: int, base: str) -> Iterator["_Reading"]:
+        """A request for policy `asked` of a server that has the policy with the digest `base`, if any.
+
+        After WHOLE, the policy stays as it is until `withdraw` gives up.
+        """
         with self._state:
-            past = "yes" if asked == self._offered else "gone"
+            past = WHOLE if asked == self._offered else "gone"
             reading = _Reading(past if asked <= self._newest else "early")
-            if reading.answer == "yes":
+            if (delta := self._delta) is not None and delta.step == asked and (how := delta.answer_to(base)):
+                reading = _Reading(how, delta)
+            if reading.answer == WHOLE:
                 self._readers.add(reading)
         try:
             yield reading
@@ -206,6 +249,13 @@ class WeightSender:
                 sums[name] = share_contribution(share, values)
         return as_numbers(sums)
 
+    def _send_delta(self, group: "dist.ProcessGroupGloo", names: list[str], delta: RankDelta) -> None:
+        """Send the blocks of each tensor."""
+        for name in names:
+            if blocks := delta.blocks.get(name):
+                for message in messages(torch.frombuffer(bytearray(blocks), dtype=torch.uint8)):
+                    group.send([message], 1, 0).wait(self._patience)
+
     def _sent(self, names: list[str], contributions: dict[str, int]) -> dict[str, int]:
         """What a server that has got these tensors is told of their checksums: what this rank contributes."""
         return contributions
@@ -215,9 +265,31 @@ class WeightSender:
         return dist.TCPStore(self.here.host, self.here.port, timeout=self._patience)
 
 
+@dataclass(frozen=True)
+class OfferedDelta:
+    """What this rank sends in place of its share of the policy of `step`, whose digest is `digest`.
+
+    base: digest of the policy that it is relative to; empty: there is none, and the policy itself is all that
+    a server may have.
+    """
+
+    step: int
+    base: str
+    digest: str
+    rank: RankDelta
+
+    def answer_to(self, has: str) -> str | None:
+        """What a server is answered that has the policy of digest `has`; None: this is of no use to it."""
+        if not has:
+            return None
+        return SAME if has == self.digest else DELTA if has == self.base else None
+
+
 @dataclass(eq=False)
 class _Reading:
-    """A server's request: the `answer` that it gets, and whether `withdraw` has given the transfer up."""
+    """A server's request: the `answer` that it gets, what it is sent in place of the tensors, if anything,
+    and whether `withdraw` has given the transfer up."""
 
     answer: str
+    delta: OfferedDelta | None = None
     is_over: bool = False

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from cairn.run.files import entries, parse_json, read_json, read_note, write_json
+from cairn.run.files import DamagedFile, entries, parse_json, read_json, read_note, write_json
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,39 @@ def read_probe(folder: Path) -> Probe | None:
     return read_json(folder / PROBE, Probe)
 
 
+DELTA = "delta.json"
+"""In the folder of a policy version that holds what has changed, in place of tensors."""
+
+
+@dataclass(frozen=True)
+class DeltaNote(Message):
+    """That a version's folder holds what its tensors differ in from those of the version in the folder `base`
+    beside it, in one file for each of `ranks` ranks. The digests are of the two policies' checksums.
+    """
+
+    base: str
+    base_digest: str
+    digest: str
+    ranks: int
+
+
+def write_delta_note(folder: Path, note: DeltaNote) -> None:
+    """Put the note into the folder of its policy."""
+    write_json(folder / DELTA, note.to_json())
+
+
+def read_delta_note(folder: Path) -> DeltaNote | None:
+    """The note in a policy's folder, or None if the folder holds no delta.
+
+    Raises:
+        DamagedFile: it can't be read, or names no folder of a version.
+    """
+    note = read_json(folder / DELTA, DeltaNote)
+    if note is not None and not FOLDER.fullmatch(note.base):
+        raise DamagedFile(f"{folder / DELTA}: {note.base!r} is not the name of a version's folder")
+    return note
+
+
 # From any role to the trainer, which heeds it at the next step boundary
 
 
@@ -315,20 +348,32 @@ class PolicyVersions:
     def forget_before(self, step: int) -> None:
         """Remove the policy versions before `step`, which no server will be given any more.
 
+        Those stay that the version of `step` is made of, if its folder holds a delta.
+
         One of their folders becomes `spare`, for the trainer to write a new version into: memory that is in
         the page cache already is several times as fast to write as new memory.
         """
+        chain = set(self._chain(step))
         for older in self._steps():
             if older < step:
-                folder = self.folder(older)
-                with contextlib.suppress(OSError):  # there is one already, or nothing to keep
-                    os.rename(folder, self.spare)
-                shutil.rmtree(folder, ignore_errors=True)
+                if (folder := self.folder(older)) not in chain:
+                    with contextlib.suppress(OSError):  # there is one already, or nothing to keep
+                        os.rename(folder, self.spare)
+                    shutil.rmtree(folder, ignore_errors=True)
                 self._note(older).unlink(missing_ok=True)
         for path in entries(self.path, ""):  # the policy that the attempt started from has no note
             number = FOLDER.fullmatch(path.name)
-            if number and int(number[1]) < step and any(path.glob("*.safetensors")):
+            if number and int(number[1]) < step and path not in chain and any(path.glob("*.safetensors")):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _chain(self, step: int) -> Iterator[Path]:
+        """The folders of earlier versions that a version's delta is relative to, newest first."""
+        folder = self.folder(step)
+        while note := read_note(folder / DELTA, DeltaNote):
+            base = folder.with_name(note.base)
+            if not _is_earlier(base, folder):
+                return
+            yield (folder := base)
 
     # Whose turn it is on a GPU that servers share with the trainer. The orchestrator writes the note when all
     # servers sleep, and removes it before it wakes them. As a process may die before it removes the note, the
@@ -375,3 +420,9 @@ class PolicyVersions:
     def _steps(self) -> Iterator[int]:
         names = (NOTE.fullmatch(path.name) for path in entries(self.path, ".json"))
         return (int(match[1]) for match in names if match)
+
+
+def _is_earlier(folder: Path, other: Path) -> bool:
+    """Whether the folder of one version is that of an earlier step than the folder of another one."""
+    steps = [FOLDER.fullmatch(path.name) for path in (folder, other)]
+    return steps[0] is not None and steps[1] is not None and int(steps[0][1]) < int(steps[1][1])

@@ -51,7 +51,14 @@ TRAINER = Compared(
             *OF_ANY_ROLE,
             *("workers", "gpus", "replicas", "parallel", "spare_workers", "threads", "ray", "wandb", "slurm"),
             "keep_gathered",  # of which no bit depends
-            *("weight_transport", "weight_host", "batch_timeout", "cut_rollouts", "keep_tokens_gb"),
+            *(
+                "weight_transport",
+                "weight_encoding",
+                "weight_host",
+                "batch_timeout",
+                "cut_rollouts",
+                "keep_tokens_gb",
+            ),
             # The records are compared by content, and so are those of validations.
             *("data.name", "data.split", "data.read", "data.sets", "data.epochs", "validation.data"),
             # The adapter in the checkpoint says what these were; the critic's weights are the step's.

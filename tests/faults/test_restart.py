@@ -98,7 +98,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
 ):
     """One is killed and one stopped in the middle; all comes out to the bit, no step twice."""
     run = tmp_path / "run"
-    url = ("--orchestrator.inference-url", server.url)
+    url = ("--orchestrator.inference-url", server.url, "--trainer.weight-encoding", "delta")
     with shell.start(*rl, *url, *HANG, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 5)
         pid = send(run, "trainer", signal.SIGKILL)
@@ -125,6 +125,7 @@ def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to
     """A worker is killed, and the server loses its weights to others: it gets them again, to the bit."""
     run = tmp_path / "run"
     network = ("--orchestrator.inference-url", server.url, "--trainer.weight-transport", "network")
+    network += ("--trainer.weight-encoding", "delta")
     with shell.start(*rl, *network, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
         server.ask(lambda client: client.update_weights(step_folder(trained, 100) / "model", "other"))

@@ -355,6 +355,21 @@ def test_a_save_that_does_not_fit_is_no_reason_to_refuse(folder: Callable[..., P
     assert part(host_need(footprint, rank, weights, ranks=2, gpu=True), "copy") == 4 * footprint.elements
 
 
+def test_deltas_are_found_by_a_copy_of_the_policy(folder: Callable[..., Path]):
+    """In the data type that servers get, once for all ranks."""
+    footprint = footprint_of(str(folder("qwen3")), compute="float32", activation_checkpointing=False)
+
+    def host(encoding: str, *, gpu: bool) -> Need:
+        config = TrainerConfig(weight_encoding=encoding).settled(gpu=gpu)
+        rank = rank_need(footprint, config, ranks=2, gpu=gpu, chunk_logits=1)
+        return host_need(footprint, rank, config, ranks=2, gpu=gpu)
+
+    for gpu, width in ((False, 4), (True, 2)):
+        kept = host("delta", gpu=gpu)
+        assert part(kept, "the newest policy") == width * footprint.elements
+        assert kept.counted - host("full", gpu=gpu).counted == width * footprint.elements
+
+
 def test_replicas_hold_copies_and_a_state_on_the_host_is_counted_there(folder: Callable[..., Path]):
     footprint = footprint_of(str(folder("qwen3")), compute="bfloat16", activation_checkpointing=False)
 

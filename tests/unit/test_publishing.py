@@ -29,8 +29,8 @@ from cairn.run.directory import RunDirectory
 from cairn.run.messages import Attempt, Probe, read_probe
 from cairn.trainer.group import RankGroup, ThreadRendezvous
 from cairn.trainer.models.model import config_of, published_dtypes, weights
-from cairn.trainer.publishing.publisher import VersionPublisher
-from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, Served
+from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
+from cairn.trainer.publishing.transports import FileTransport, Served
 from cairn.trainer.tasks.rl import ShippedBatches
 
 ATTEMPT = Attempt("abc", 1, "rl", 0, None, "main")
@@ -84,7 +84,7 @@ def test_policies_have_the_data_type_of_the_computation_unless_one_is_given():
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_published_folder_is_a_model_of_the_data_type_that_it_says(
-    group: RankGroup, model: Qwen3ForCausalLM, run: RunDirectory, transport: str
+    group: RankGroup, model: Qwen3ForCausalLM, run: RunDirectory, transport: tuple[str, str]
 ):
     """With checksums of the values as they are published; the last one, so that it is in files."""
     publishing = TRANSPORTS[transport](group, served(model, torch.bfloat16))
@@ -135,7 +135,11 @@ def test_buffers_are_published_as_they_are():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_servers_get_the_same_policy_after_a_resume_as_before(
-    group: RankGroup, model: Qwen3ForCausalLM, run: RunDirectory, transport: str, dtype: torch.dtype
+    group: RankGroup,
+    model: Qwen3ForCausalLM,
+    run: RunDirectory,
+    transport: tuple[str, str],
+    dtype: torch.dtype,
 ):
     """A checkpoint's model is float32: where policies are rounded, it is published anew, once an attempt."""
 
@@ -172,7 +176,7 @@ def test_a_new_runs_first_policy_is_published_where_servers_take_only_that(
 ):
     """Whole, in a folder, as all that follow."""
     attempt = dataclasses.replace(ATTEMPT, publishes_first=True)
-    publishing = TRANSPORTS["files"](group, served(model, torch.float32))
+    publishing = TRANSPORTS["files", "full"](group, served(model, torch.float32))
     publisher = VersionPublisher(run, attempt, group, publishing, 0, lambda: PROBE)
     assert run.versions.beginning(attempt).published
     assert {"model.safetensors", "probe.json"} <= contents(run.versions.folder(0)).keys()

@@ -65,8 +65,8 @@ from cairn.trainer.packing import (
     shared_rows,
     work_of,
 )
-from cairn.trainer.publishing.publisher import VersionPublisher
-from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
+from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
+from cairn.trainer.publishing.transports import FileTransport, NetworkTransport, Served
 from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
@@ -467,7 +467,9 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
 
 
 def test_every_transport_that_can_be_configured_exists():
-    assert set(get_args(TrainerConfig.model_fields["weight_transport"].annotation)) == TRANSPORTS.keys()
+    settings = ("weight_transport", "weight_encoding")
+    choices = [get_args(TrainerConfig.model_fields[name].annotation) for name in settings]
+    assert set(itertools.product(*choices)) == TRANSPORTS.keys()
 
 
 def random_samples(seed: int, lengths: list[int]) -> list[Sample]:

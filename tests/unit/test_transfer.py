@@ -1,5 +1,6 @@
 """Policies from the trainer's memory: who asks gets that of the step asked for, whole, or none of it."""
 
+import itertools
 import math
 import os
 import signal
@@ -18,13 +19,14 @@ from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
 from runs import DEADLINE
 from torch.distributed.tensor import DTensor, Shard
 
-from cairn.checkpoint.tensors.host_staging import HostCopies
-from cairn.checkpoint.tensors.placement import Section, share_of
-from cairn.policy.checksums import checksum
+from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet
+from cairn.checkpoint.tensors.placement import Section, Stored, share_of
+from cairn.policy.checksums import checksum, merged
+from cairn.policy.delta import LastPublished, digest_of
 from cairn.policy.errors import Gone, NotThere
 from cairn.policy.network import PATIENCE, address_towards
-from cairn.policy.receiver import Source, WeightReceiver
-from cairn.policy.sender import WeightSender
+from cairn.policy.receiver import Room, Source, WeightReceiver
+from cairn.policy.sender import OfferedDelta, WeightSender
 
 GROUPS = [["embed"], ["first.w", "first.b"], ["scalar"]]
 
@@ -171,6 +173,56 @@ def test_a_policy_arrives_whole_however_the_ranks_share_it(placed: str, dtype: t
     for name, whole in wholes.items():
         assert torch.equal(got[name], whole), name
     assert receiver.sent == {name: checksum(whole) for name, whole in wholes.items() if whole.numel()}
+    for sender in senders:
+        sender.close()
+
+
+@pytest.mark.parametrize("placed", ["copies of shards", "blocks", "FSDP2 over tensor parallelism"])
+def test_each_rank_sends_what_it_can(placed: str):
+    """A rank whose delta is ready sends that, another one all of its share; together they make the policy."""
+    shape, placements = PLACED[placed]
+    senders: list[WeightSender] = []
+    last: list[LastPublished] = []
+    tensors: list[dict[str, Stored]] = []
+    for rank in range(6 if placed.startswith("copies") else 4):
+        with FakeRank(rank, *shape) as mesh:
+            tensors.append(tensors_of(mesh, placements))
+            senders.append(WeightSender(tensors[-1], rank=rank, host="127.0.0.1"))
+            last.append(LastPublished())
+    outlet = Outlet(HostCopies())
+
+    class Kept(Room):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tensors: dict[str, torch.Tensor] = {}
+
+        def place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            return self.tensors.setdefault(name, torch.empty(shape, dtype=dtype))
+
+    room, receiver, digest = Kept(), WeightReceiver(), ""
+    for step, ready in enumerate(itertools.islice(itertools.cycle([(), (0, 2), range(6)]), 6), 1):
+        for sender in senders:
+            sender.withdraw()
+            if step > 1:
+                for share, _ in sender.shares.values():
+                    share.local.mul_(1 + 2**-20)
+            sender.offer(step)
+        deltas = [
+            each.advance(sender.shares, outlet, lambda: None)
+            for each, sender in zip(last, senders, strict=True)
+        ]
+        sums = merged(delta.sums for delta in deltas)
+        for rank, (sender, delta) in enumerate(zip(senders, deltas, strict=True)):
+            if rank in ready:
+                sender.offer_delta(OfferedDelta(step, digest, digest_of(sums), delta))
+        source = senders[0].source(step, [sender.here for sender in senders], deltas=True)
+        list(receiver.receive(source, [list(source.shapes)], room=room))
+        room.digest = digest = digest_of(sums)
+        assert receiver.sent == sums
+        assert {name: checksum(tensor) for name, tensor in room.tensors.items() if name in sums} == sums
+        whole = sum(t.nbytes for t in room.tensors.values())
+        assert (receiver.nbytes == whole) == (not ready)
+        assert receiver.nbytes < whole / 2 or len(ready) < len(senders)
     for sender in senders:
         sender.close()
 

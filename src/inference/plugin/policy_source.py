@@ -3,10 +3,12 @@
 Runs in vLLM's API process, which prepares updates, and in its workers if they have to do without.
 """
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from vllm.config import ModelConfig
 from vllm.logger import init_logger
 
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.sharded_files import read_tensor
@@ -23,6 +25,7 @@ from cairn.formats import FORMATS, TensorSource
 from cairn.formats.common.match_layout import weights_of
 from cairn.inference.plugin.vllm_internals import layerwise_groups
 from cairn.inference.plugin.weight_files import (
+    WORKERS,
     ExpectedTensors,
     UnusableWeights,
     check_folder,
@@ -33,9 +36,10 @@ from cairn.inference.plugin.weight_files import (
 from cairn.model.adapters import Base, base_of_adapter, is_adapter, merged_weights
 from cairn.model.hub_layout import Layout
 from cairn.policy.checksums import checksum, read_checksums
+from cairn.policy.delta_files import DeltaChain, DeltaFiles, chain_to
 from cairn.policy.errors import Altered, NotHeld, Unchanged
 from cairn.policy.generation import DIRECT, Route
-from cairn.policy.receiver import Source, WeightReceiver, read_source
+from cairn.policy.receiver import Room, Source, WeightReceiver, read_source
 from cairn.policy.relay import handed_on
 from cairn.run.files import DamagedFile
 
@@ -119,12 +123,13 @@ class PolicyTensors:
     """A policy's tensors, in the layout of the folder or trainer.
 
     parts: the tensors, in one part or layer by layer. sums: their checksums, complete for each part that was
-    taken. count: number of values.
+    taken. count: number of values. nbytes: bytes that are read of files, or have come so far.
     """
 
     parts: Iterable[Tensors]
     sums: Mapping[str, int]
     count: int
+    nbytes: Callable[[], int]
 
 
 class PolicyReader:
@@ -149,13 +154,29 @@ class PolicyReader:
         except (DamagedFile, ValueError, OSError, RecursionError) as error:
             raise UnusableWeights(f"{path}: does not say where its tensors are: {error}") from None
 
-    def open(self, path: str, route: Route = DIRECT) -> PolicyTensors:
+    def chain(self, path: str, has: str = "") -> DeltaChain | None:
+        """What the policy of a folder with a delta is made of, for who has the one with the digest `has`.
+
+        None if the folder holds no delta.
+
+        Raises:
+            Refused: a link is missing.
+        """
+        check_folder(path)
+        try:
+            return chain_to(Path(path), has)
+        except Damaged as error:
+            raise UnusableWeights(str(error)) from None
+
+    def open(self, path: str, route: Route = DIRECT, room: Room | None = None) -> PolicyTensors:
         """The tensors of a folder, checked, or those that its trainer is about to send.
 
-        Those of a folder with an adapter are made of it and the base, a layer at a time.
+        Those of a folder with an adapter are made of it and the base, a layer at a time; those of a folder
+        with a delta of it and the policy that `room` holds, or whole one at the chain's beginning.
 
         Args:
             route: whose `parent` sends them in the trainer's place, if there is one.
+            room: where what is sent, or made by deltas, is put. Its digest is empty from then on.
 
         Raises:
             Refused: a file or tensor is unusable, or the trainer has other tensors than this model.
@@ -165,24 +186,34 @@ class PolicyReader:
             NotFinite: while iterating: a value is NaN or infinite.
             RuntimeError: while iterating: the trainer broke off.
         """
+        room = room or Room()
         try:
             if (source := self.source(path)) is not None:
                 sums: dict[str, int] = {}
                 count = sum(map(math.prod, source.shapes.values()))
-                return PolicyTensors(self._from_memory(source, sums, route), sums, count)
+                parts, nbytes = self._from_memory(source, sums, route, room)
+                return PolicyTensors(parts, sums, count, nbytes)
+            if (chain := self.chain(path, room.digest)) is not None:
+                return self._by_deltas(Path(path), chain, room)
             if is_adapter(Path(path)):
                 return self._merged(path)
             arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
         except Unchanged:
             raise
+        except Damaged as error:
+            raise UnusableWeights(str(error)) from None
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot read %s", path)
             raise UnusableWeights(f"{path}: {error!r}") from None
         count = sum(tensor.numel() for tensor in arrived.weights.values())
-        return PolicyTensors([arrived.weights], arrived.sums, count)
+        size = sum(tensor.nbytes for tensor in arrived.weights.values())
+        return PolicyTensors([arrived.weights], arrived.sums, count, lambda: size)
 
-    def _from_memory(self, source: Source, sums: dict[str, int], route: Route) -> Iterator[Tensors]:
-        """The trainer's tensors, a layer at a time; their checksums go into `sums`."""
+    def _from_memory(
+        self, source: Source, sums: dict[str, int], route: Route, room: Room
+    ) -> tuple[Iterator[Tensors], Callable[[], int]]:
+        """The trainer's tensors, a layer at a time, and how many bytes have come; their checksums go into
+        `sums`."""
         layout = self._expected.layout_of(source.shapes)
         shapes, tied = layout.shapes, layout.tied
         for name in shapes.keys() ^ source.shapes.keys():
@@ -196,21 +227,58 @@ class PolicyReader:
         if route.parent is not None:  # the connection to the trainer is kept for the next policy
             receiver, seconds = WeightReceiver(timedelta(seconds=route.seconds)), route.seconds
             source = handed_on(source, route.parent)
-        parts = receiver.receive(source, layerwise_groups(names), seconds)
+        room.begin({name: source.layout[name] for name in names})
+        parts = receiver.receive(source, layerwise_groups(names), seconds, room)
+        room.digest = ""
 
         def checked() -> Iterator[Tensors]:
-            for weights in parts:
-                for name, tensor in weights.items():
-                    look = look_at(tensor, self._config.dtype)
-                    if not look.is_finite:
-                        raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
-                    sums[name] = look.checksum
-                yield weights
+            with _as_not_held():
+                for weights in parts:
+                    for name, tensor in weights.items():
+                        look = look_at(tensor, self._config.dtype)
+                        if not look.is_finite:
+                            raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
+                        sums[name] = look.checksum
+                    yield weights
             for name, sent in receiver.sent.items():
                 if sums[name] != sent:
                     raise NotHeld(f"checksum of {name} as it came from the trainer")
 
-        return checked()
+        return checked(), lambda: receiver.nbytes
+
+    def _by_deltas(self, path: Path, chain: DeltaChain, room: Room) -> PolicyTensors:
+        """The tensors that the deltas of `chain` make, a layer at a time."""
+        base: Tensors = {}
+        if chain.whole is not None:
+            base = read_weights(str(chain.whole), self._expected.layout_of, self._config.dtype).weights
+            room.begin({name: (tensor.shape, tensor.dtype) for name, tensor in base.items()})
+        published, layout, sums = read_checksums(path) or {}, room.layout, dict[str, int]()
+        if published.keys() != {name for name, (shape, _) in layout.items() if shape.numel()}:
+            raise Altered(f"{path}: has other tensors than the policy that its delta is relative to")
+        deltas = [DeltaFiles(link) for link in chain.links]
+        room.digest = ""
+
+        def made(name: str) -> torch.Tensor:
+            tensor = room.place(name, *layout[name])
+            if chain.whole is not None:
+                tensor.copy_(base[name])
+            for delta in deltas:
+                delta.apply(name, tensor)
+            look = look_at(tensor, self._config.dtype)
+            if look.checksum != published.get(name, 0):  # of one without values
+                raise NotHeld(f"{path}: tensor {name} is not the one that the trainer published")
+            if not look.is_finite:
+                raise NotFinite(f"{path}: tensor {name} holds NaN or infinity")
+            sums[name] = look.checksum
+            return tensor
+
+        def parts() -> Iterator[Tensors]:
+            with ThreadPoolExecutor(WORKERS) as workers, _as_not_held():
+                for names in layerwise_groups(list(layout)):
+                    yield dict(zip(names, workers.map(made, names), strict=True))
+
+        count = sum(shape.numel() for shape, _ in layout.values())
+        return PolicyTensors(parts(), sums, count, lambda: chain.nbytes)
 
     def _merged(self, path: str) -> PolicyTensors:
         """The weights of the base with the folder's adapter."""
@@ -227,7 +295,7 @@ class PolicyReader:
                 yield weights
 
         count = sum(math.prod(source.spec.shape) for source in sources.values())
-        return PolicyTensors(checked(), sums, count)
+        return PolicyTensors(checked(), sums, count, lambda: _bytes_in(Path(path)))
 
     @functools.cached_property
     def _merging(self) -> Merging:
@@ -254,3 +322,16 @@ class PolicyReader:
             config = copy.deepcopy(config)
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
         return ExpectedTensors(config)
+
+
+@contextlib.contextmanager
+def _as_not_held() -> Iterator[None]:
+    """For what applies deltas: one that is none makes other tensors than were published."""
+    try:
+        yield
+    except Damaged as error:
+        raise NotHeld(str(error)) from None
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -8,10 +8,10 @@ one copy a machine in the server's data type, freed after the update. If that is
 that is available, the workers do it themselves, while generation is paused.
 """
 
+import contextlib
 import math
-import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,8 +24,10 @@ from vllm.logger import init_logger
 from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, PolicyTensors, Tensors
+from cairn.inference.plugin.shared_memory import ALIGNMENT, HeldPolicy, SharedMemory
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
 from cairn.model.adapters import is_adapter
+from cairn.policy.delta import digest_of
 from cairn.policy.errors import Altered, NotHeld, NotThere, Unchanged
 from cairn.policy.generation import DIRECT, Relay, Route
 from cairn.policy.receiver import Source
@@ -37,9 +39,6 @@ logger = init_logger("vllm.cairn")
 LARGE = 1 << 22
 """Values of a tensor that is cast beforehand. vLLM computes with some small ones, such as the weights of
 routers, in a wider type than the model's; so they are left to its loaders as they come."""
-
-ALIGNMENT = 64
-"""Bytes that a tensor's place in shared memory is a multiple of."""
 
 Located = tuple[int, int, str, list[int]]
 """A tensor's file, by number, its offset there in bytes, its data type and shape."""
@@ -77,12 +76,20 @@ class Plan:
 class Staged:
     """A policy's folder, and what was prepared of it. Use it as a context manager, which frees the memory.
 
-    Without a plan, the workers have to read the folder themselves. relay: where this server hands the policy
-    on, if it does. relayed: whether another server has handed it on to this one.
+    Without a plan, the workers have to read the folder themselves. came: bytes that were read or received, if
+    that is known. relay: where this server hands the policy on, if it does. relayed: whether another server
+    has handed it on to this one.
     """
 
-    def __init__(self, path: str, plan: Plan | None = None, memory: "SharedMemory | None" = None):
+    def __init__(
+        self,
+        path: str,
+        plan: Plan | None = None,
+        memory: SharedMemory | None = None,
+        came: int | None = None,
+    ):
         self._path = path
+        self.came = came
         self._plan = plan
         self._memory = memory
         self.relay: Relay | None = None
@@ -106,28 +113,6 @@ class Staged:
             self._memory.close()
 
 
-class SharedMemory:
-    """Memory that other processes of this user map by its `path`; freed once all have unmapped it."""
-
-    def __init__(self, size: int):
-        self._fd = os.memfd_create("cairn-weights")
-        os.ftruncate(self._fd, max(size, 1))
-        self._bytes = torch.frombuffer(mmap.mmap(self._fd, max(size, 1)), dtype=torch.uint8)
-        self._used = 0
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def place(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """Room for a tensor, and its offset in bytes."""
-        first = -(-self._used // ALIGNMENT) * ALIGNMENT
-        self._used = first + shape.numel() * dtype.itemsize
-        return first, self._bytes[first : self._used].view(dtype).view(shape)
-
-    def close(self) -> None:
-        """Free the memory here."""
-        os.close(self._fd)
-        del self._bytes
-
-
 class Staging:
     """Prepares the policies of one model.
 
@@ -146,6 +131,7 @@ class Staging:
         self._available = available
         self._large = large
         self._relay = PolicyRelay()
+        self._held = HeldPolicy()
 
     def prepare(self, path: str, route: Route = DIRECT) -> Staged:
         """Read or receive the policy of a folder, and check it.
@@ -159,6 +145,11 @@ class Staging:
         """
         self._relay.end()
         source = self._reader.source(path)
+        if source is not None and source.deltas:
+            return self._kept(path, source.bytes, route, source)
+        if (chain := self._reader.chain(path, self._held.digest)) is not None:
+            return self._kept(path, chain.nbytes if chain.whole else 0, DIRECT)
+        self._held.end()
         if source is None and is_adapter(Path(path)):
             policy = self._reader.open(path)
             size = policy.count * self._dtype.itemsize
@@ -186,6 +177,51 @@ class Staging:
             staged.relay = self._relay.offer(source, came, policy.sums, route)
         return staged
 
+    def _kept(self, path: str, size: int, route: Route, source: Source | None = None) -> Staged:
+        """A policy that may come as deltas, into the places of the one before.
+
+        What is there may be wrong, or of no use any more; then the policy comes whole.
+
+        Args:
+            size: bytes of host memory that it may take.
+        """
+        held = self._held
+        if not self._fits(max(size - held.nbytes, 0)):
+            held.end()
+            return Staged(path)
+        direct = replace(route, parent=None)
+        if held.digest:
+            try:
+                return self._from_held(path, self._reader.open(path, room=held), source, direct)
+            except (Altered, UnusableWeights) as error:
+                logger.warning(
+                    "the delta of %s is of no use here, so all of it is asked for: %s", path, error
+                )
+                held.digest = ""
+        elif source is not None and route.parent is not None:
+            try:
+                return self._from_held(path, self._reader.open(path, route, held), source, route)
+            except (RuntimeError, OSError) as error:
+                logger.warning("another server does not hand on %s, so the trainer is asked: %s", path, error)
+        return self._from_held(path, self._reader.open(path, room=held), source, direct)
+
+    def _from_held(self, path: str, policy: PolicyTensors, source: Source | None, route: Route) -> Staged:
+        """What workers map once all tensors of the policy are in their places; handed on from here, if a
+        trainer sends them."""
+        held = self._held
+        with _as_unchanged():
+            for _ in policy.parts:
+                pass
+        sums = policy.sums  # the trainer has none of tensors without values
+        held.digest = digest_of({name: sums[name] for name, values in held.tensors.items() if values.numel()})
+        complete = PolicyTensors([held.tensors], policy.sums, policy.count, policy.nbytes)
+        where = {name: (held.path, offset) for name, offset in held.offsets.items()}
+        staged = self._mapped(path, complete, where, [])
+        staged.relayed = route.parent is not None
+        if source is not None:
+            staged.relay = self._relay.offer(source, held.tensors, policy.sums, route)
+        return staged
+
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
 
@@ -194,22 +230,34 @@ class Staging:
             stored = find_tensors(Path(path), "model")
         except (OSError, RuntimeError) as error:
             raise UnusableWeights(f"{path}: {error}") from None
-        files = {file: number for number, file in enumerate(sorted({str(t.path) for t in stored.values()}))}
+        where = {name: (str(tensor.path), tensor.offset) for name, tensor in stored.items()}
+        return self._mapped(path, policy, where, folder)
+
+    def _mapped(
+        self,
+        path: str,
+        policy: PolicyTensors,
+        where: Mapping[str, tuple[str, int]],
+        folder: list[list[str | int]],
+    ) -> Staged:
+        """Tensors that are in files, or in memory with a path; large ones of another data type are cast.
+
+        Args:
+            where: the path and offset of each tensor.
+            folder: see `Plan`.
+        """
+        files = {file: number for number, file in enumerate(sorted({file for file, _ in where.values()}))}
         tensors: dict[str, Located] = {}
         wide: Tensors = {}
         for origin, name, tensor, skipped in self._pieces(policy):
-            tensors[name] = (
-                files[str(stored[origin].path)],
-                stored[origin].offset + skipped,
-                _name(tensor.dtype),
-                list(tensor.shape),
-            )
+            file, offset = where[origin]
+            tensors[name] = files[file], offset + skipped, _name(tensor.dtype), list(tensor.shape)
             if self._staged_as(tensor) != tensor.dtype:
                 wide[name] = tensor
         sums = dict(policy.sums)
         size = sum(tensor.numel() for tensor in wide.values()) * self._dtype.itemsize
         if not wide or not self._fits(size):
-            return Staged(path, Plan(list(files), tensors, sums, folder))
+            return Staged(path, Plan(list(files), tensors, sums, folder), came=policy.nbytes())
         memory = SharedMemory(size + ALIGNMENT * len(wide))
         places = {name: memory.place(tensor.shape, self._dtype) for name, tensor in wide.items()}
         with ThreadPoolExecutor(WORKERS) as workers:
@@ -217,7 +265,8 @@ class Staging:
         for name, (offset, place) in places.items():
             tensors[name] = len(files), offset, _name(self._dtype), list(place.shape)
             sums.pop(name, None)
-        return Staged(path, Plan([*files, memory.path], tensors, sums, folder), memory)
+        plan = Plan([*files, memory.path], tensors, sums, folder)
+        return Staged(path, plan, memory, policy.nbytes())
 
     def _pieces(self, policy: PolicyTensors) -> Iterator[tuple[str, str, torch.Tensor, int]]:
         """Each tensor in the hub's layout: what it is part of, its name, it, and the bytes in front of it."""
@@ -238,25 +287,35 @@ class Staging:
         tensors: dict[str, Located] = {}
         changed: set[str] = set()
         try:
-            for origin, name, tensor, _ in self._pieces(policy):
-                offset, place = memory.place(tensor.shape, self._staged_as(tensor))
-                place.copy_(tensor)
-                tensors[name] = 0, offset, _name(place.dtype), list(place.shape)
-                if place.dtype != tensor.dtype:
-                    changed.add(name)
-                elif came is not None and origin == name:
-                    came[name] = place
-        except BaseException as error:
+            with _as_unchanged():
+                for origin, name, tensor, _ in self._pieces(policy):
+                    offset, place = memory.place(tensor.shape, self._staged_as(tensor))
+                    place.copy_(tensor)
+                    tensors[name] = 0, offset, _name(place.dtype), list(place.shape)
+                    if place.dtype != tensor.dtype:
+                        changed.add(name)
+                    elif came is not None and origin == name:
+                        came[name] = place
+        except BaseException:
             memory.close()
-            if isinstance(error, NotFinite):
-                raise UnusableWeights(str(error)) from None
-            if isinstance(error, NotHeld):
-                raise Altered(str(error).removeprefix(NotHeld.mark)) from None
-            if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):
-                raise
-            raise NotThere(f"the trainer broke off: {error}") from None
+            raise
         sums = {name: value for name, value in policy.sums.items() if name not in changed}
-        return Staged(path, Plan([memory.path], tensors, sums, []), memory)
+        return Staged(path, Plan([memory.path], tensors, sums, []), memory, policy.nbytes())
+
+
+@contextlib.contextmanager
+def _as_unchanged() -> Iterator[None]:
+    """For what takes tensors as they come: nothing of the model has been changed if they come wrong."""
+    try:
+        yield
+    except NotFinite as error:
+        raise UnusableWeights(str(error)) from None
+    except NotHeld as error:
+        raise Altered(str(error).removeprefix(NotHeld.mark)) from None
+    except Unchanged:
+        raise
+    except RuntimeError as error:
+        raise NotThere(f"the trainer broke off: {error}") from None
 
 
 def _name(dtype: torch.dtype) -> str:

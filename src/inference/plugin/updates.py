@@ -41,12 +41,14 @@ class WeightUpdate(BaseModel):
 @dataclass
 class PolicyUpdate:
     """An update that is under way. before: the version that is served until it is done. relay: where the
-    server hands the policy on, if it does. relayed: whether it got it from another server."""
+    server hands the policy on, if it does. relayed: whether it got it from another server. came: bytes that
+    it has read or received of it, if that is known."""
 
     version: str
     before: str
     relay: Relay | None = None
     relayed: bool = False
+    came: int | None = None
     since: float = field(default_factory=time.monotonic)
     pauses: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when generation is about to be paused; from then on the engine answers no questions."""
@@ -129,7 +131,7 @@ class Swapping(Updates):
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot prepare %s", update.path)
             raise NotTaken(422, f"{update.path}: {error!r}") from None
-        noted.relay, noted.relayed = staged.relay, staged.relayed
+        noted.relay, noted.relayed, noted.came = staged.relay, staged.relayed, staged.came
         with staged:
             return await self._swap(update, staged, noted)
 

@@ -57,6 +57,8 @@ class Member:
         """Where it hands them on to other servers."""
         self.relayed = False
         """Whether another server has handed them on to it."""
+        self.came = 0
+        """Bytes that it has read or received of them."""
         self.pushes = 0
         self.disproofs = 0
         """How often it has disagreed with the trainer about `disputed`, since it agreed or was restarted."""
@@ -134,6 +136,7 @@ class Member:
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
             self.adapter = status.served_adapter
             self.relay, self.relayed = status.hands_on, status.relayed
+            self.came = weights.size if status.came is None else status.came
             self.pushes += 1
             if weights.probe is not None:
                 await self.prove(weights)

@@ -403,8 +403,8 @@ class Membership:
                 keep_cache = self._settings.keep_cache and member.weights is not None
                 await member.give(weights, keep_cache=keep_cache, route=route)
                 route = DIRECT
-                self._counts.push_bytes += weights.size
-                self._counts.relayed_bytes += weights.size * member.relayed
+                self._counts.push_bytes += member.came
+                self._counts.relayed_bytes += member.came * member.relayed
                 self._notify()
 
     # Waiting

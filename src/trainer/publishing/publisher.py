@@ -23,10 +23,24 @@ from cairn.trainer.backends.backend import Backend
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
-from cairn.trainer.publishing.transports import Filling, Transport, Written
+from cairn.trainer.publishing.delta_transports import DeltaFileTransport, DeltaNetworkTransport
+from cairn.trainer.publishing.transports import (
+    FileTransport,
+    Filling,
+    NetworkTransport,
+    Transport,
+    Written,
+)
 from cairn.trainer.scoring.self_check import ordinary_tokens, uncompiled
 from cairn.trainer.scoring.tokens import Scorer
 
+TRANSPORTS: dict[tuple[str, str], type[Transport]] = {
+    ("files", "full"): FileTransport,
+    ("files", "delta"): DeltaFileTransport,
+    ("network", "full"): NetworkTransport,
+    ("network", "delta"): DeltaNetworkTransport,
+}
+"""By what the settings `weight_transport` and `weight_encoding` have for each."""
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for a thread that writes."""
 

@@ -16,7 +16,7 @@ from cairn.policy.network import address_towards
 from cairn.policy.receiver import Source
 from cairn.policy.sender import WeightSender
 from cairn.run.errors import UsageError
-from cairn.run.messages import WEIGHT_SOURCE
+from cairn.run.messages import DELTA, WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
 
@@ -80,6 +80,12 @@ class Served:
         """Whether any value is published as another one than the trainer's."""
         return any(self.dtypes.get(name, t.dtype) != t.dtype for name, t in self.tensors().items())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors on all ranks together."""
+        found = self.tensors().items()
+        return sum(t.numel() * self.dtypes.get(name, t.dtype).itemsize for name, t in found)
+
 
 class Transport(ABC):
     """One way in which servers get the weights. All ranks call every method, in the same order.
@@ -125,44 +131,52 @@ class FileTransport(Transport):
     def __init__(self, group: RankGroup, served: Served, *, host: str | None = None):
         self.group = group
         self.served = served
-        self._outlet = Outlet(copies_from(tensor.device for tensor in served.tensors().values()))
+        self.outlet = Outlet(copies_from(tensor.device for tensor in served.tensors().values()))
 
     def take(self, step: int, *, last: bool) -> Filling:
+        return FileFilling(self.outgoing(), self.served)
+
+    def outgoing(self) -> OutgoingTensors:
+        """The tensors as they are now; all ranks call it, on the thread that trains."""
         served = self.served
-        outgoing = OutgoingTensors(
-            served.tensors(), served.stem, self._outlet, rank=self.group.rank, dtypes=served.dtypes
+        return OutgoingTensors(
+            served.tensors(), served.stem, self.outlet, rank=self.group.rank, dtypes=served.dtypes
         )
-        return _Files(outgoing, served)
 
     def close(self) -> None:
         """Free the memory through which weights leave a GPU."""
-        self._outlet.close()
+        self.outlet.close()
 
 
-class _Files(Filling):
+class FileFilling(Filling):
     """Tensors in files, and those files that make the folder a model's."""
 
     def __init__(self, outgoing: OutgoingTensors, served: Served):
-        self._outgoing = outgoing
-        self._stem = served.stem
-        self._beside = served.beside
-        self._checked = served.checked
+        self.outgoing = outgoing
+        self.stem = served.stem
+        self.beside = served.beside
+        self.checked = served.checked
 
     def begin(self, folder: Path) -> None:
-        others = [path for path in folder.glob("*.safetensors*") if not path.name.startswith(self._stem)]
-        for path in (folder / WEIGHT_SOURCE, *(folder / name for name in OF_ADAPTERS), *others):
+        others = [path for path in folder.glob("*.safetensors*") if not path.name.startswith(self.stem)]
+        for path in (
+            folder / WEIGHT_SOURCE,
+            folder / DELTA,
+            *(folder / name for name in OF_ADAPTERS),
+            *others,
+        ):
             path.unlink(missing_ok=True)
-        for name, content in self._beside.items():
+        for name, content in self.beside.items():
             (folder / name).write_bytes(content)
-        self._outgoing.create(folder)
+        self.outgoing.create(folder)
 
     def write(self, folder: Path, check: Callable[[], object]) -> Written:
         """Write the values; the checksums are computed from the values in memory."""
         sums = RunningSums()
-        if self._checked:
-            self._outgoing.write(folder, sums.add, check)
+        if self.checked:
+            self.outgoing.write(folder, sums.add, check)
         else:
-            self._outgoing.write(folder, check=check)
+            self.outgoing.write(folder, check=check)
         return Written(sums.numbers())
 
 
@@ -179,15 +193,15 @@ class NetworkTransport(Transport):
         self.served = served
         self._tensors = served.tensors()
         self._files = FileTransport(group, replace(served, tensors=lambda: self._tensors))
-        self._sender = WeightSender(
+        self.sender = WeightSender(
             self._tensors, rank=group.rank, host=_address(group, host), dtypes=served.dtypes
         )
-        self._ranks = group.gather_objects(self._sender.here)
+        self._ranks = group.gather_objects(self.sender.here)
 
     def offer(self, step: int) -> None:
         """Answer servers that ask for the weights of `step`."""
         self._tensors = self.served.tensors()  # those that are computed for servers change now
-        self._sender.offer(step)
+        self.sender.offer(step)
 
     def offer_again(self, step: int, folder: Path) -> None:
         """Answer servers, and have `folder` name this process instead of an earlier one."""
@@ -195,31 +209,36 @@ class NetworkTransport(Transport):
         self.group.barrier()
         if self.group.rank == 0 and (folder / WEIGHT_SOURCE).exists():
             with contextlib.suppress(FileNotFoundError):  # nobody needs it any more
-                self._sender.source(step, self._ranks).write(folder)
+                self._source(step).write(folder)
 
     def withdraw(self) -> None:
         """Wait for servers that are reading the weights from memory."""
-        self._sender.withdraw()
+        self.sender.withdraw()
 
     def take(self, step: int, *, last: bool) -> Filling:
         """The ranks' addresses, or for the last version the weights."""
-        return (
-            self._files.take(step, last=last) if last else _Addresses(self._sender.source(step, self._ranks))
-        )
+        return self._files.take(step, last=last) if last else self._sending(step)
+
+    def _sending(self, step: int) -> Filling:
+        """What is written of a version that the ranks send."""
+        return SourceFilling(self._source(step))
+
+    def _source(self, step: int) -> Source:
+        return self.sender.source(step, self._ranks)
 
     def close(self) -> None:
-        self._sender.close()
+        self.sender.close()
         self._files.close()
 
 
-class _Addresses(Filling):
+class SourceFilling(Filling):
     """Where servers get the tensors."""
 
     def __init__(self, source: Source):
-        self._source = source
+        self.source = source
 
     def begin(self, folder: Path) -> None:
-        self._source.write(folder)
+        self.source.write(folder)
 
 
 def _address(group: RankGroup, host: str | None) -> str:
@@ -230,7 +249,3 @@ def _address(group: RankGroup, host: str | None) -> str:
         return address_towards(host)
     except OSError as error:
         raise UsageError(f"--trainer.weight-host {host}: no way there from this machine: {error}") from None
-
-
-TRANSPORTS: dict[str, type[Transport]] = {"files": FileTransport, "network": NetworkTransport}
-"""By the name that the setting `weight_transport` has for each."""

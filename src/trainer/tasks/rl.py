@@ -24,8 +24,14 @@ from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, RankBatch
-from cairn.trainer.publishing.publisher import GpuTurns, VersionPublisher, make_probe, make_sharing
-from cairn.trainer.publishing.transports import TRANSPORTS, Served
+from cairn.trainer.publishing.publisher import (
+    TRANSPORTS,
+    GpuTurns,
+    VersionPublisher,
+    make_probe,
+    make_sharing,
+)
+from cairn.trainer.publishing.transports import Served
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
 from cairn.trainer.step.critic import NAME as CRITIC
@@ -56,7 +62,7 @@ class RL(Task):
         sharing = make_sharing(config, run, attempt, state.backend)
         self._replay = Replay(run, attempt)
         self._tokens = TokenRecorder(config, run, state.group, state.progress.step)
-        make_transport = TRANSPORTS[config.weight_transport]
+        make_transport = TRANSPORTS[config.weight_transport, config.weight_encoding]
         dtype = DTYPES_IN_SETTINGS[config.published_as(gpu=state.group.device.type == "cuda")]
         policy = state.policy
         served = Served(
