@@ -9,8 +9,12 @@ For each model size, side by side in one run (medians, in seconds):
 - push: the pool's part: until every server has loaded and confirmed the version
 - publish: both together, the time from publishing to serving
 - empty: vLLM's own cost of an update that changes nothing: pause, start, finish, resume, status
-- disk (transport "files" only): a push whose files are not in the page cache, as when a server restarts
+- disk (whole versions in files only): a push whose files are not in the page cache, as when a server restarts
+- pushed_bytes: that the servers have read or received of a version, in all
 - ratio: (publish - empty) / memcpy; push_ratio: (push - empty) / memcpy
+
+Weights change as by AdamW at `--lr`. With `--encodings full delta` each size is measured with whole versions
+and with deltas, which are small for `--dtype bfloat16` and a low learning rate.
 
 Runs as `python benchmarks/weights.py`, on the CPU or on GPUs, where servers have CUDA graphs, as is their
 default; starts the servers itself. With several GPUs the first one trains, and each server has
@@ -43,9 +47,9 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import sync
 from cairn.run.messages import Attempt, Probe
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.model import weights
-from cairn.trainer.publishing.publisher import VersionPublisher
-from cairn.trainer.publishing.transports import TRANSPORTS, Served
+from cairn.trainer.models.model import published_dtypes, weights
+from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
+from cairn.trainer.publishing.transports import Served
 
 WARM_UP = 3
 """Updates before the measured ones."""
@@ -67,6 +71,10 @@ def main() -> None:
     parser.add_argument(
         "--transport", default="files", choices=["files", "network"], help="how the weights are transferred"
     )
+    parser.add_argument(
+        "--encodings", nargs="+", default=["full"], choices=["full", "delta"], help="what is transferred"
+    )
+    parser.add_argument("--lr", type=float, default=1e-4, help="by how much each weight changes, at most")
     parser.add_argument("--repeats", type=int, default=7, help="updates; medians are reported")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server")
     parser.add_argument("--dir", type=Path, default=None, help="run directory (default: a temporary folder)")
@@ -85,22 +93,27 @@ def main() -> None:
     runs = []
     try:
         for size in arguments.sizes:
-            with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-                runs.append(asyncio.run(measure(arguments, size, group, Path(folder))))
-            if not arguments.json:
-                print(json.dumps(runs[-1], indent=2), file=sys.stderr)
+            for encoding in arguments.encodings:
+                with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+                    runs.append(asyncio.run(measure(arguments, size, encoding, group, Path(folder))))
+                if not arguments.json:
+                    print(json.dumps(runs[-1], indent=2), file=sys.stderr)
     finally:
         group.leave()
     print(json.dumps({"benchmark": "weights", "runs": runs}))
 
 
-async def measure(arguments: argparse.Namespace, name: str, group: RankGroup, folder: Path) -> dict:
+async def measure(
+    arguments: argparse.Namespace, name: str, encoding: str, group: RankGroup, folder: Path
+) -> dict:
     """All times for the model size of this name."""
-    model = make_model(name, getattr(torch, arguments.dtype), folder / "model").to(group.device)
+    dtype = getattr(torch, arguments.dtype)
+    model = make_model(name, dtype, folder / "model").float().to(group.device)
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     # With the self-check, publishing includes checksums; scoring the probe is not measured here.
-    transport = TRANSPORTS[arguments.transport](group, Served(partial(weights, model)))
+    served = Served(partial(weights, model), published_dtypes(model, dtype))
+    transport = TRANSPORTS[arguments.transport, encoding](group, served)
     publisher = VersionPublisher(
         run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
     )
@@ -126,15 +139,18 @@ async def measure(arguments: argparse.Namespace, name: str, group: RankGroup, fo
             await pool.wait_ready(30)
             while pool.take_metrics()["servers/healthy"] < len(servers):
                 await asyncio.sleep(0.1)
-            times = await rounds(arguments, model, run, attempt, publisher, pool)
+            times, pushed = await rounds(arguments, encoding, model, run, attempt, publisher, pool)
     medians = {f"{name}_s": statistics.median(values) for name, values in times.items() if values}
-    size_bytes = sum(p.nbytes for p in model.parameters())
+    size_bytes = served.nbytes
     return {
         "size": name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": size_bytes,
         "dtype": arguments.dtype,
         "transport": arguments.transport,
+        "encoding": encoding,
+        "lr": arguments.lr,
+        "pushed_bytes": statistics.median(pushed),
         "device": group.device.type,
         "servers": arguments.servers,
         "tensor_parallel": arguments.tensor_parallel,
@@ -149,25 +165,30 @@ async def measure(arguments: argparse.Namespace, name: str, group: RankGroup, fo
 
 async def rounds(
     arguments: argparse.Namespace,
+    encoding: str,
     model: torch.nn.Module,
     run: RunDirectory,
     attempt: Attempt,
     publisher: VersionPublisher,
     pool: ServerPool,
-) -> dict[str, list[float]]:
-    """The times of each repeat, by name, without the warm-up updates."""
+) -> tuple[dict[str, list[float]], list[int]]:
+    """The times of each repeat, by name, and the bytes of each push, without the warm-up updates."""
     names = ("memcpy", "stall", "write", "push", "publish", "empty", "disk")
     times: dict[str, list[float]] = {name: [] for name in names}
-    copy = make_copy(model)
+    sizes: list[int] = []
+    copy = make_copy(model, getattr(torch, arguments.dtype))
 
     async def push(step: int) -> float:
+        pool.take_metrics()
         started = time.perf_counter()
         await pool.serve(run.versions.folder(step), attempt.version(step))
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        sizes.append(int(pool.take_metrics()["weights/bytes"]))
+        return seconds
 
     for step in range(1, arguments.repeats + WARM_UP + 1):
         publisher.before_update()
-        train(model)
+        train(model, arguments.lr)
         copy()
         copied = timed(copy)
         publish = partial(publisher.publish, step, save=False, last=False)
@@ -181,10 +202,11 @@ async def rounds(
             ):
                 times[name].append(value)
         run.versions.forget_before(step)  # as the orchestrator does
-    for _ in range(arguments.repeats if arguments.transport == "files" else 0):
+    measured = sizes[WARM_UP:]
+    for _ in range(arguments.repeats if (arguments.transport, encoding) == ("files", "full") else 0):
         drop_from_page_cache(run.versions.folder(step))
         times["disk"].append(await push(step))
-    return times
+    return times, measured
 
 
 def make_model(size: str, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
@@ -205,16 +227,16 @@ def make_model(size: str, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     return model
 
 
-def train(model: torch.nn.Module) -> None:
+def train(model: torch.nn.Module, lr: float) -> None:
     """Change every weight a little, as an optimiser step does."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.001)
+            parameter.add_(torch.empty_like(parameter).uniform_(-lr, lr))
 
 
-def make_copy(model: torch.nn.Module) -> Callable[[], None]:
-    """One copy of all of the weights' bytes, from and to warm memory."""
-    size = sum(parameter.nbytes for parameter in model.parameters())
+def make_copy(model: torch.nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """One copy of all of the weights' bytes as servers get them, from and to warm memory."""
+    size = sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     return lambda: target.copy_(source)
 

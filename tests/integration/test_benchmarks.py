@@ -117,12 +117,18 @@ def test_orchestrator():
 
 @pytest.mark.soak
 def test_weights():
-    (run,) = report("weights")["runs"]
-    assert all(len(times) == run["repeats"] for times in run["all"].values())
-    assert run["empty_s"] > 0
-    times = run["all"]
-    for write, push, publish in zip(times["write"], times["push"], times["publish"], strict=True):
-        assert write + push == pytest.approx(publish)
+    low = ("--dtype", "bfloat16", "--lr", 1e-6)
+    runs = report("weights", "--encodings", "full", "delta", *low)["runs"]
+    for run in runs:
+        times = {name: found for name, found in run["all"].items() if name != "disk"}
+        assert all(len(found) == run["repeats"] for found in times.values())
+        assert run["empty_s"] > 0
+        for write, push, publish in zip(times["write"], times["push"], times["publish"], strict=True):
+            assert write + push == pytest.approx(publish)
+    full, delta = runs
+    assert len(full["all"]["disk"]) == full["repeats"]
+    assert full["pushed_bytes"] == full["bytes"] == delta["bytes"]
+    assert delta["pushed_bytes"] < full["bytes"] / 20
 
 
 @pytest.mark.soak
