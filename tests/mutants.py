@@ -441,7 +441,7 @@ MUTANTS = (
     ),
     M(
         "values that several ranks hold counted as often in the norm",
-        "TensorParallel._copies",
+        "copies_of",
         "return copies",
         "return 1",
         "test_step_ranks",

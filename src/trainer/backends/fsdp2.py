@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -177,3 +178,47 @@ def reshard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+# torch refuses to take the norm of a gradient whose parameters are on several meshes, as they are with ranks
+# that share matrices or experts.
+
+
+def clip_on_meshes(
+    parameters: Mapping[str, torch.nn.Parameter], limit: float, world_size: int
+) -> torch.Tensor:
+    """Clip the gradient of all `parameters` to a norm of `limit`, in place; all ranks call it.
+
+    Args:
+        parameters: DTensors with a gradient, each on a mesh of some of the ranks, or of all.
+
+    Returns:
+        The norm before: float32 [], equal on all ranks.
+    """
+    with torch.no_grad():
+        gradients = [local_gradient(parameter) for parameter in parameters.values()]
+        copies = [copies_of(parameter, world_size) for parameter in parameters.values()]
+        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage] # as torch clips
+        counts = torch.tensor(copies, dtype=torch.float64, device=norms[0].device)
+        total = (torch.stack(norms).double().square() / counts).sum()
+        dist.all_reduce(total)
+        norm = total.sqrt().float()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage] # likewise
+    return norm
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's values of a parameter's gradient, sharing its memory."""
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.to_local()
+
+
+def copies_of(parameter: torch.nn.Parameter, world_size: int) -> int:
+    """How many of the ranks hold the values of a parameter that this one holds."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    copies = world_size // mesh.size()
+    for size, placement in zip(mesh.shape, parameter.placements, strict=True):
+        copies *= size if placement.is_replicate() else 1
+    return copies

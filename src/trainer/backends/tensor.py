@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks share each matrix of a model's layers, with FSDP2 over the ranks that do not.
 
 How a family's layers are cut is transformers' knowledge: each model class has a plan, which says for each
-module whether its matrix is cut by columns or by rows, and where results are summed or gathered. All calls of
-transformers' code for such plans are in this file. Its experts, which need other exchanges, are refused.
+module whether its matrix is cut by columns or by rows, and where results are summed or gathered (`plans.py`).
+Experts, which need other exchanges, are refused.
 
 Outside the layers, each rank of a tensor axis has the same hidden states. Embeddings, the last norm and the
 head are therefore sharded by FSDP2 over all ranks, and each rank scores its own part of the learned tokens
@@ -19,18 +19,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import (
-    apply_tensor_parallelism,
-    replace_layer_number_by_wildcard,
-)
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import DRAWN, DROPOUTS, draws_numbers, name_of
-from cairn.trainer.backends.fsdp2 import FSDP2, Trainable, allocate, arguments_of, shard
+from cairn.trainer.backends.fsdp2 import (
+    FSDP2,
+    Trainable,
+    allocate,
+    arguments_of,
+    clip_on_meshes,
+    copies_of,
+    local_gradient,
+    shard,
+)
+from cairn.trainer.backends.plans import cut_matrices, decoder_of, matrices_plan, names_of, style_of
 from cairn.trainer.group import NO_AXIS, Axis, RankGroup
 
 PARTIAL = "replicated_with_grad_allreduce"
@@ -71,15 +76,15 @@ class TensorParallel(FSDP2):
         group, mesh = self._group, self._group.layer_mesh
         assert mesh is not None
         check_tensor(model, layers, group.tensor.size)
-        plan = _plan_of(model, layers)
-        partial = [name for name, _ in model.named_parameters() if _style(plan, name) == PARTIAL]
+        plan = matrices_plan(model, layers)
+        partial = [name for name, _ in model.named_parameters() if style_of(plan, name) == PARTIAL]
         # Not with transformers' hook, which would sum the gradients of all tokens after each micro-batch.
         cut = {name: style for name, style in plan.items() if style != PARTIAL}
-        apply_tensor_parallelism(model, mesh["tensor"], cut)
+        cut_matrices(model, mesh["tensor"], cut)
         how = arguments_of(group.mesh, config)
         shard(model, layers, how, keep_gathered=bool(config.keep_gathered), layer_mesh=mesh["shard"])
         allocate(model, "cpu" if config.state_on == "host" else group.device.type)
-        _decoder_of(model, layers)[1].register_forward_hook(_enter_layers(group.tensor))
+        decoder_of(model, layers)[1].register_forward_hook(_enter_layers(group.tensor))
         parameters = dict(model.named_parameters())
         _PARTIAL.update({parameters[name]: True for name in partial})
         _AXES[model] = group.tensor
@@ -95,30 +100,12 @@ class TensorParallel(FSDP2):
         parameters = model.trained().items()
         trained = {name: parameter for name, parameter in parameters if parameter.grad is not None}
         with torch.no_grad():
-            gradients = {name: _local(parameter.grad) for name, parameter in trained.items()}
-            self._sum([gradients[name] for name, one in trained.items() if one in _PARTIAL])
-            copies = {name: self._copies(parameter) for name, parameter in trained.items()}
-            norms = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage] # as torch clips
+            self._sum([local_gradient(one) for one in trained.values() if one in _PARTIAL])
             if not self._copies_checked:
-                found = zip(gradients, norms, strict=True)
-                self._check_copies({name: norm for name, norm in found if copies[name] > 1})
+                copied = {n: one for n, one in trained.items() if copies_of(one, self._group.world_size) > 1}
+                self._check_copies({name: local_gradient(one).norm() for name, one in copied.items()})
                 self._copies_checked = True
-            counts = torch.tensor(list(copies.values()), dtype=torch.float64, device=norms[0].device)
-            total = (torch.stack(norms).double().square() / counts).sum()
-            dist.all_reduce(total)
-            norm = total.sqrt().float()
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(list(gradients.values()), factor)  # pyright: ignore[reportPrivateImportUsage] # likewise
-        return norm
-
-    def _copies(self, parameter: torch.nn.Parameter) -> int:
-        """How many ranks hold the values of a parameter that this one holds."""
-        assert isinstance(parameter, DTensor)
-        mesh = parameter.device_mesh
-        copies = self._group.world_size // mesh.size()
-        for size, placement in zip(mesh.shape, parameter.placements, strict=True):
-            copies *= size if placement.is_replicate() else 1
-        return copies
+        return clip_on_meshes(trained, limit, self._group.world_size)
 
     def _sum(self, gradients: Sequence[torch.Tensor]) -> None:
         """Add up, in place, what each rank of the tensor axis has of some gradients."""
@@ -175,7 +162,7 @@ def _problem(model: PreTrainedModel, layers: Sequence[torch.nn.Module], ranks: i
         return f"layers of the kind {min(kinds)} were not tried"
     if len({_stack_of(model, layer) for layer in layers}) != 1:
         return "it has more than one stack of layers"
-    plan = _plan_of(model, layers)
+    plan = matrices_plan(model, layers)
     if not plan:
         return "transformers has no plan that says how its layers are cut"
     if unknown := {style for style in plan.values() if style not in CUT and style != PARTIAL}:
@@ -185,7 +172,7 @@ def _problem(model: PreTrainedModel, layers: Sequence[torch.nn.Module], ranks: i
         if heads % ranks:
             return f"its {heads} {what} can't be shared equally; take a number that divides them"
     for name, parameter in model.named_parameters():
-        cut = CUT.get(_style(plan, name) or "")
+        cut = CUT.get(style_of(plan, name) or "")
         if cut is not None and parameter.ndim == 2 and parameter.shape[cut] % ranks:
             length, what = parameter.shape[cut], ("rows", "columns")[cut]
             return f"{name} has {length} {what}, which can't be shared equally"
@@ -194,39 +181,9 @@ def _problem(model: PreTrainedModel, layers: Sequence[torch.nn.Module], ranks: i
     return None
 
 
-def _plan_of(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """transformers' plan for the modules within the layers: styles by name, with `*` for numbers."""
-    prefix, decoder = _decoder_of(model, layers)
-    inside = {replace_layer_number_by_wildcard(name) for name in _names_of(model, layers)}
-    plan = {f"{prefix}{name}": style for name, style in decoder.tp_plan.items()}
-    return {name: style for name, style in plan.items() if any(name.startswith(f"{one}.") for one in inside)}
-
-
-def _style(plan: Mapping[str, str], parameter: str) -> str | None:
-    """The style of a parameter's module, or its own."""
-    name = replace_layer_number_by_wildcard(parameter)
-    return plan.get(name) or plan.get(name.rpartition(".")[0])
-
-
-def _names_of(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[str]:
-    numbers = {id(layer) for layer in layers}
-    return [name for name, module in model.named_modules() if id(module) in numbers]
-
-
 def _stack_of(model: torch.nn.Module, layer: torch.nn.Module) -> str:
     """What the names of a layer and of its neighbours begin with."""
-    return _names_of(model, [layer])[0].rpartition(".")[0]
-
-
-def _decoder_of(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> tuple[str, PreTrainedModel]:
-    """The innermost of transformers' models that has the layers, and what names in it begin with."""
-    first = _names_of(model, layers[:1])[0]
-    around = [
-        (name and f"{name}.", module)
-        for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and first.startswith(name and f"{name}.")
-    ]
-    return around[-1]
+    return names_of(model, [layer])[0].rpartition(".")[0]
 
 
 def _enter_layers(axis: Axis) -> Any:
@@ -253,8 +210,3 @@ class _MeanGradient(torch.autograd.Function):
         summed = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=ctx.axis.group)
         return summed.div_(ctx.axis.size), None
-
-
-def _local(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(gradient, DTensor)
-    return gradient.to_local()
