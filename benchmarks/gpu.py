@@ -69,6 +69,12 @@ LARGE = QWEN3 | {
     **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
     **{"tie_word_embeddings": False},
 }
+MIXTURE = QWEN3 | {
+    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False},
+    **{"hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 4},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+}
+"""A quarter of the layers of Qwen3-30B-A3B."""
 CHECKPOINTED = ("activation-checkpointing",)
 SHAPES = {
     "tiny": Shape({}, 128, 8, 2, 32, 12, server=("--inference.max-model-len", 64)),
@@ -78,6 +84,8 @@ SHAPES = {
     "1.7b": Shape(MEDIUM, 4096, 8, 1, 256, 1024),
     "4b-16k": Shape(MIDDLE, 16384, 2, 1, 256, 8192, flags=CHECKPOINTED),
     "4b-32k-on-2": Shape(MIDDLE, 32768, 1, 1, 256, 8192, flags=(*CHECKPOINTED, "parallel.context=2")),
+    "8b-a1b": Shape(MIXTURE, 4096, 4, 1, 256, 1024, flags=CHECKPOINTED),
+    "8b-a1b-on-8": Shape(MIXTURE, 4096, 4, 1, 256, 1024, flags=(*CHECKPOINTED, "parallel.expert=8")),
     "8b": Shape(LARGE, 4096, 4, 1, 256, 1024, flags=CHECKPOINTED),
 }
 

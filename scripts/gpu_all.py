@@ -88,6 +88,13 @@ PARTS = {
         30,
         gpus=2,
     ),
+    "sft_experts": Part(
+        "a mixture of experts, of which every eight GPUs have the experts together, and without",
+        f"{GPU} --parts sft --shapes 8b-a1b 8b-a1b-on-8",
+        f"{GPU} --quick --parts sft",
+        60,
+        gpus=8,
+    ),
     "restart": Part(
         "a killed rank, with and without spares",
         "benchmarks/recovery.py --json --repeats 2 --goodput-steps 0 --shape 0.6b "
@@ -147,6 +154,13 @@ CLAIMS = (
         low=0.12,
         gpus=HOPPER,
         predicted="0.18 to 0.25: of 4b-16k what the exchange around attention leaves, which nothing hides",
+    ),
+    Claim(
+        "sft_experts: shapes/8b-a1b-on-8/sft/mfu",
+        low=0.06,
+        gpus=HOPPER,
+        predicted="0.08 to 0.15, twice that of 8b-a1b: a layer exchanges 1 GB of tokens instead of gathering "
+        "and reducing 5 GB of weights and gradients",
     ),
     Claim("rl_*: shapes/8b/rl/push_s", high=20, gpus=HOPPER, predicted="7 to 10, paused for 3 to 4"),
     Claim("rl_*: shapes/8b/rl/trainer_idle", high=0.5, gpus=HOPPER, predicted="ranks busy 72 % of the time"),

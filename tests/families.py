@@ -356,6 +356,15 @@ UNDIVIDED = {
 """The same of layers whose matrices ranks can't share: the column `tensor`."""
 
 
+NO_EXPERTS = ("no: no experts", "its layers have no experts")
+NOT_SENT = ("no: no plan", "has no plan by which tokens travel to its experts")
+UNDEALT = {
+    **{name: NO_EXPERTS for name, about in FAMILIES.items() if "MoE" not in about.kind},
+    **dict.fromkeys(("llama4", "granitemoe", "jamba", "granitemoehybrid"), NOT_SENT),
+}
+"""The same of experts that ranks can't have together: the column `expert`."""
+
+
 def make_config(family: str, **changed: Any) -> PreTrainedConfig:
     """The tiny configuration of a family."""
     about = FAMILIES[family]

@@ -468,6 +468,35 @@ MUTANTS = (
         "row * cut.size",
         "test_megatron_training",
     ),
+    # Ranks that have experts together
+    M(
+        "gradients of experts divided by the ranks with the same ones alone",
+        "ExpertParallel.lay_out",
+        "unit.set_gradient_divide_factor(float(self._group.world_size))",
+        "pass",
+        "test_step_ranks",
+    ),
+    M(
+        "sums of one shard forced, which FSDP2 divides twice",
+        "ExpertParallel.lay_out",
+        'self._group.device.type == "cpu" and shards > 1',
+        'self._group.device.type == "cpu"',
+        "test_step_ranks",
+    ),
+    M(
+        "weights of routing rounded on their way into experts",
+        "ExpertParallel.lay_out",
+        "cast_forward_inputs=False",
+        "cast_forward_inputs=True",
+        "test_step_ranks",
+    ),
+    M(
+        "experts left uneven on the ranks that have the same ones",
+        "sharded_dimension",
+        "return 1 if not even and len(shape) > 2 and shape[1] % shards == 0 else 0",
+        "return 0",
+        "test_estimate",
+    ),
     # Sinks: nothing twice, nothing left out, nobody held up
     M(
         "a sink does not remember rows",

@@ -9,18 +9,10 @@ from cairn.config.data import HeldOutPart, SFTDataConfig, ValidationConfig
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.model import LoraConfig, PrecisionConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig, SchedulerConfig, SpikeConfig
+from cairn.config.parallel import ParallelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
 from cairn.config.shared import Gpus, SharedConfig, SlurmConfig, SupervisionConfig
 from cairn.config.teachers import AuxiliaryModel, CriticConfig, KLConfig, WithTeachers, critic_problem
-
-
-class ParallelConfig(BaseConfig):
-    """How the ranks share what they compute, beside the samples of a batch, which are always divided."""
-
-    context: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share the tokens of each row, for samples that are too long for one rank."""
-    tensor: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share the matrices of each layer, for dense layers too large for one rank."""
 
 
 class RayConfig(BaseConfig):
@@ -192,18 +184,10 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def _ranks_divide(self) -> "TrainerBase":
         if self.workers is not None and (problem := self.problem_of_ranks(self.workers)):
             raise ValueError(problem)
-        if self.lora and self.lora.dropout and self.parallel.context > 1:
-            raise ValueError(
-                f"lora.dropout = {self.lora.dropout} beside parallel.context = {self.parallel.context}: what "
-                "is dropped of a token would depend on the rank that computes it; leave one out"
-            )
-        if self.compile and self.parallel.context > 1:
-            raise ValueError(
-                f"compile beside parallel.context = {self.parallel.context}: a compiled layer can't exchange "
-                "tokens with other ranks; leave one out"
-            )
-        if self.parallel.tensor > 1 and (other := self._not_beside_tensor()):
-            raise ValueError(f"{other} beside parallel.tensor = {self.parallel.tensor}; leave one out")
+        optimizers = [self.optimizer, *(other.optimizer for other in self.auxiliary_models.values())]
+        others = {one.type for one in optimizers}
+        if problem := self.parallel.problem_beside(self.lora, others, self.replicas, compiled=self.compile):
+            raise ValueError(f"{problem}; leave one out")
         return self
 
     @model_validator(mode="after")
@@ -218,6 +202,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             return f"task {self.task}, which {self.on_megatron}, does not go"
         if self.parallel.context > 1:
             return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
+        if self.parallel.expert > 1:
+            return f"parallel.expert = {self.parallel.expert}, which is for mixtures of experts, does not go"
         if self.optimizer.type != "adamw":
             return f"optimizer.type = {self.optimizer.type!r} does not go: its optimiser shards AdamW's state"
         if self.attention not in ("auto", "dense"):
@@ -233,21 +219,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             "router_aux_coef": bool(self.router_aux_coef),
         }
         return next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
-
-    def _not_beside_tensor(self) -> str | None:
-        """A setting that does not go with matrices that ranks share, and why; None if all do."""
-        if self.parallel.context > 1:
-            return f"parallel.context = {self.parallel.context} was not tried"
-        if self.replicas > 1:
-            return f"replicas = {self.replicas} was not tried"
-        if self.lora:
-            return "lora, whose matrices no plan cuts, does not go"
-        if self.compile:
-            return "compile was not tried"
-        for one in (self.optimizer, *(other.optimizer for other in self.auxiliary_models.values())):
-            if one.type in ("muon", "adamw_8bit"):
-                return f"optimizer.type = {one.type!r}, which needs matrices or blocks whole, does not go"
-        return None
 
     @model_validator(mode="after")
     def _spikes_of_a_loss(self) -> "TrainerBase":
@@ -265,16 +236,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return self
 
     def problem_of_ranks(self, ranks: int) -> str | None:
-        """Why `ranks` can't be divided among the replicas, or share rows or matrices; None if they can."""
-        sizes = {
-            "replicas": self.replicas,
-            "parallel.context": self.parallel.context,
-            "parallel.tensor": self.parallel.tensor,
-        }
-        for name, size in sizes.items():
-            if ranks % size:
-                return f"{name} = {size} does not divide the ranks into equal parts: workers = {ranks}"
-        return None
+        """Why `ranks` can't be divided into replicas, or share what they are to share; None if they can."""
+        return self.parallel.problem_of_ranks(ranks, self.replicas)
 
     @model_validator(mode="after")
     def _freeze_fits(self) -> "TrainerBase":

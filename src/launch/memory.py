@@ -179,7 +179,7 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
     Args:
         folder: Hugging Face directory; its weights are not read.
         config: settled. Read are the models, the adapter, the type that is computed in, attention,
-            whether activations are recomputed, and how many ranks share rows, or matrices.
+            whether activations are recomputed, and how many ranks share rows, matrices or experts.
         machine: with the GPUs that train.
 
     Raises:
@@ -194,17 +194,17 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "attention": config.attention,
         "context": config.parallel.context,
         "tensor": config.parallel.tensor,
+        "expert": config.parallel.expert,
         "pairs": config.backend == "megatron",  # whose layers for all devices do
     }
     policy = count(folder, lora=config.lora, **how)
+    how["is_policy"] = False
     beside = (
         TrainedModel(name, count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
         for name, one in config.auxiliary_models.items()
     )
-    frozen = (
-        count(one, compute=compute, activation_checkpointing=False, tensor=config.parallel.tensor)
-        for one in frozen_folders(config, folder)
-    )
+    only_scoring = {"activation_checkpointing": False, "capability": None, "attention": "auto", "context": 1}
+    frozen = (count(one, **how | only_scoring) for one in frozen_folders(config, folder))
     return CountedModels(policy, tuple(beside), tuple(frozen))
 
 

@@ -127,8 +127,10 @@ def rank_need(
     logits = min(scored * footprint.vocabulary, chunk_logits if config.backend == "fsdp2" else MOST)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
+    exchanged = footprint.exchanged * rows * tokens // shared if footprint.dealt_to > 1 else 0
     parts += [
         MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
+        MemoryPart("what experts on other ranks send back", exchanged, counted=False),
         MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
         MemoryPart("a chunk of logits, and the head's gradient",
              logits * (8 + compute) + head * (4 + compute), counted=False),
@@ -196,8 +198,8 @@ def _fsdp2(
             for one in frozen
         ]
     if _gathers(footprint, config, ranks):
-        layer = max(footprint.layers) // config.parallel.tensor
-        gathered = sum(footprint.layers) // config.parallel.tensor if config.keep_gathered else layer
+        layer = max(footprint.gathered) // config.parallel.tensor
+        gathered = sum(footprint.gathered) // config.parallel.tensor if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)
@@ -223,7 +225,7 @@ def _ahead(footprint: "Footprint", config: TrainerBase, ranks: int) -> int:
     """Bytes of the next layer, gathered while one computes."""
     if config.backend != "fsdp2" or config.keep_gathered or not _gathers(footprint, config, ranks):
         return 0
-    return 2 * footprint.width * (max(footprint.layers) // config.parallel.tensor)
+    return 2 * footprint.width * (max(footprint.gathered) // config.parallel.tensor)
 
 
 def _held(frozen: "Footprint", config: TrainerBase, ranks: int) -> int:

@@ -167,6 +167,11 @@ class RankGroup:
     """What lays models out over them: a name in `BACKENDS` (`trainer/backends/backend.py`)."""
     layer_mesh: DeviceMesh | None = None
     """Over which layers are sharded and cut (`shard`, `tensor`); None: `mesh` is for all of a model."""
+    expert: Axis = NO_AXIS
+    """The ranks that have the experts of a layer together with this one; each has samples of its own."""
+    expert_mesh: DeviceMesh | None = None
+    """Over which experts are copied (`replica`, if there is more than one), sharded (`shard`) and dealt out
+    (`expert`)."""
 
     @property
     def layout(self) -> RankLayout:
@@ -184,6 +189,7 @@ class RankGroup:
         replicas: int = 1,
         context: int = 1,
         tensor: int = 1,
+        expert: int = 1,
         backend: str = "fsdp2",
         hang_timeout: float = 600,
     ) -> "RankGroup":
@@ -196,7 +202,8 @@ class RankGroup:
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
             context: so many neighbours share the tokens of each row; must divide the number of ranks.
-            tensor: so many neighbours share the matrices of layers; likewise, and beside neither of these.
+            tensor: so many neighbours share the matrices of layers; likewise, and beside none of the others.
+            expert: so many neighbours have the experts of a layer together; must divide a replica's ranks.
             backend: what lays models out over the ranks.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
@@ -223,8 +230,12 @@ class RankGroup:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
         mesh = _mesh(device.type, world_size, replicas)
+        # Meshes first: PyTorch keeps those of an earlier group in this process that are equal, and finds
+        # their process groups by number.
+        dealt, expert_mesh = _expert_axis(mesh, expert) if expert > 1 else (NO_AXIS, None)
         axis = _context_axis(dist.get_rank(), world_size, context, patience)
         group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis, backend=backend)
+        group = replace(group, expert=dealt, expert_mesh=expert_mesh)
         if tensor == 1:
             return group
         shape = (world_size // tensor, tensor)
@@ -340,6 +351,15 @@ def _mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
     neighbours = sorted(range(world_size), key=lambda rank: (hosts.index(hosts[rank]), rank))
     shape = torch.tensor(neighbours).view(replicas, -1)
     return DeviceMesh(device_type, shape, mesh_dim_names=("replica", "shard"))
+
+
+def _expert_axis(mesh: DeviceMesh, size: int) -> tuple[Axis, DeviceMesh]:
+    """The ranks that have the experts of a layer together with this one, neighbours among those of a replica;
+    and all ranks in the dimensions of `mesh`, of which the last one is divided."""
+    ranks = mesh.mesh.unflatten(-1, (-1, size))
+    names = (*(mesh.mesh_dim_names or ()), "expert")
+    dealt = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    return Axis(dealt.get_local_rank("expert"), size, dealt.get_group("expert")), dealt
 
 
 def _context_axis(rank: int, world_size: int, size: int, patience: timedelta) -> Axis:

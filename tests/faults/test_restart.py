@@ -10,6 +10,7 @@ from pathlib import Path
 import draws
 import psutil
 import pytest
+from families import make
 from runs import (
     CONFIGS,
     Command,
@@ -355,18 +356,23 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
-@pytest.mark.parametrize("axis", draws.cases(["context", "tensor"], __name__, 1))
+@pytest.mark.parametrize("axis", draws.cases(["context", "tensor", "expert"], __name__, 1))
 def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     shell: Shell, trained: Path, tmp_path: Path, axis: str
 ):
     """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time.
 
-    The two share the tokens of each row, or the matrices, so that each waits for the other in every layer.
+    The two share the tokens of each row, the matrices or the experts, so that each waits for the other in
+    every layer.
     """
-    run = tmp_path / "run"
+    run, sft, undisturbed = tmp_path / "run", ("sft", "@", f"{CONFIGS}/sft.toml"), trained
+    if axis == "expert":
+        undisturbed = tmp_path / "undisturbed"
+        sft = (*sft, "--model.name", make("qwen3_moe", tmp_path / "model"))
+        shell.succeed(*sft, "--max-steps", 40, "--output-dir", undisturbed)
     arguments = ("--workers", 2, f"--parallel.{axis}", 2, "--ckpt.interval", 1, "--max-steps", 40)
     arguments += (*HANG, "--output-dir", run)
-    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
+    with shell.start(*sft, *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 10)
         first = read(run / "roles.json")["roles"]
         send(run, "trainer_rank1", signal.SIGKILL)
@@ -385,7 +391,7 @@ def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     assert f"trainer_rank0 hung (no sign of life for {SILENCE} s" in finished.output
     assert steps(run) == list(range(1, 41))
     losses = [row["loss"] for row in whole_rows(run, 40)]
-    assert losses == pytest.approx([row["loss"] for row in rows(trained)[:40]], rel=1e-4)
+    assert losses == pytest.approx([row["loss"] for row in rows(undisturbed)[:40]], rel=1e-4)
 
 
 def cmdline(pid: int) -> str:

@@ -1,6 +1,8 @@
 """Optimiser steps of real models on one rank, on two that share it with FSDP2, on two replicas of two, on two
-pairs whose ranks share the tokens of each row, and on pairs that share the matrices of each layer."""
+pairs whose ranks share the tokens of each row, on pairs that share the matrices of each layer, and on ranks
+that have its experts together."""
 
+import copy
 import itertools
 import json
 import re
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, UNDIVIDED, UNSHARED, make, make_model
+from families import FAMILIES, UNDEALT, UNDIVIDED, UNSHARED, make, make_model
 from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
@@ -40,20 +42,23 @@ from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.backend import make_backend
+from cairn.trainer.backends.experts import check_experts
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.ppo_clip import PPOClip
-from cairn.trainer.models.model import build_model, weights, weights_in
+from cairn.trainer.models.model import build_model, layers_of, weights, weights_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
-from cairn.trainer.packing import RankBatch, fill_rows, make_rank_batch
+from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows, make_rank_batch
+from cairn.trainer.publishing.transports import FileTransport, Served
 from cairn.trainer.scoring.self_check import find_rows
 from cairn.trainer.scoring.tokens import Scorer, scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 from cairn.trainer.tasks.dpo import Reward
+from cairn.trainer.tasks.rl import RL
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -71,17 +76,36 @@ MODELS: dict[str, PreTrainedConfig] = {
 WORLDS = {
     1: {"one": {}},
     2: {"two": {}, "tensor of two": {"tensor": 2}},
-    4: {"replicas": {"replicas": 2}, "context": {"context": 2}, "tensor": {"tensor": 2}},
+    4: {
+        "replicas": {"replicas": 2},
+        "context": {"context": 2},
+        "tensor": {"tensor": 2},
+        "expert": {"expert": 2},
+        "expert of four": {"expert": 4},
+        "expert and replicas": {"expert": 2, "replicas": 2},
+        "expert and context": {"expert": 2, "context": 2},
+    },
 }
 """How the ranks of so many processes are laid out, one time after the other."""
 NAMES = [world for worlds in WORLDS.values() for world in worlds]
 
 
 def models_in(world: str) -> list[str]:
-    """The models that can be laid out so."""
+    """The models that can be laid out so; those without experts are not laid out otherwise with them."""
+    if "expert" in world:
+        return ["experts"]
     return [name for name in MODELS if name != "experts" or "tensor" not in world]
 
 
+def rewarded_in(world: str) -> list[str]:
+    """The models with the layers of which reward models are trained."""
+    return ["experts"] if "expert" in world else ["untied", "experts"] if world == "one" else ["untied"]
+
+
+ADAPTED = ("one", "expert")
+"""Where an adapter is trained."""
+IN_BFLOAT16 = "mixtral"
+"""A family whose router weights experts in float32, also where the layers compute in bfloat16."""
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
 
@@ -135,13 +159,16 @@ def run_rank(rank: int, ranks: int, ports: dict[str, int], folder: Path, familie
         group = join(rank, ranks, ports["families"], context=2)
         found = {family: problem_of_sharing(family, folder / family, group) for family in families}
         group.leave()
-        group = join(rank, ranks, ports["matrices"], tensor=2)
-        divided = {
-            family: problem_of_dividing(family, folder / f"{family} cut", group) for family in families
-        }
+        problems = {"context": found}
+        for axis in ("tensor", "expert"):
+            group = join(rank, ranks, ports[axis], **{axis: 2})
+            problems[axis] = {
+                family: problem_of_dividing(family, folder / f"{family} by {axis}", group)
+                for family in dict.fromkeys([*families, IN_BFLOAT16])
+            }
+            group.leave()
         if rank == 0:
-            (folder / "families.json").write_text(json.dumps({"context": found, "tensor": divided}))
-        group.leave()
+            (folder / "families.json").write_text(json.dumps(problems))
 
 
 def problem_of_sharing(family: str, folder: Path, group: RankGroup) -> str | None:
@@ -159,36 +186,62 @@ def problem_of_sharing(family: str, folder: Path, group: RankGroup) -> str | Non
 
 
 def problem_of_dividing(family: str, folder: Path, group: RankGroup) -> str | None:
-    """Why the ranks can't share the matrices of a family's layers; None if they can, and if logprobs, the
-    norm of the gradient and each parameter's gradient are those of a process that has the model."""
+    """Why the ranks can't share the matrices or the experts of a family's layers; None if they can, and if
+    logprobs, the norm of the gradient and each parameter's gradient are those of a process that has the
+    model. What is read is written byte by byte."""
     changed = {"num_key_value_heads": 2} if "num_key_value_heads" in FAMILIES[family].settings else {}
     plain = make_model(family, **changed).train()
     if group.rank == 0:
         write_model(plain, folder)
     group.barrier()
     try:
+        check_experts(plain, layers_of(plain), group.expert.size)
         model = build_model(folder, TrainerConfig(), group)
     except UsageError as error:
         return str(error)
     read_tensors(folder, weights_in(model, folder), "model", rank=group.rank)
     plain.set_attn_implementation(model.config._attn_implementation)
-    micro = fill_rows([[make_batch().samples[0]], [make_batch().samples[1]]])
-    found = {}
-    for name, one in (("ranks", model), ("plain", plain)):
-        logprobs = Scorer(one, group.device).logprobs(micro, 0.8)
-        scale = group.world_size if one is model else 1  # as `averaged_over`
-        (logprobs.sum() * scale).backward()
-        found[name] = logprobs.detach()
-    torch.testing.assert_close(found["ranks"], found["plain"], atol=1e-4, rtol=1e-5)
+    plain.eval(), model.eval()  # some routers add noise in training
+    (folder / "again").mkdir(exist_ok=True)
+    write_tensors(folder / "again", weights(model), "model", rank=group.rank, barrier=group.barrier)
+    again, written = (load_file(one / "model.safetensors") for one in (folder / "again", folder))
+    assert again.keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in again.items())
+    samples, data = make_batch().samples, group.layout.data
+    micros = [fill_rows([[samples[2 * n]], [samples[2 * n + 1]]]) for n in range(data.size)]
+    if group.expert.size > 1 and family == IN_BFLOAT16:
+        assert_same_bits_in_bfloat16(folder, plain, micros[data.rank], group)
+    logprobs = Scorer(model, group.device).logprobs(micros[data.rank], 0.8)
+    (logprobs.sum() * group.world_size).backward()  # as `averaged_over`
+    expected = [Scorer(plain, group.device).logprobs(micro, 0.8) for micro in micros]
+    sum(one.sum() for one in expected).backward()
+    torch.testing.assert_close(logprobs, expected[data.rank], atol=1e-4, rtol=1e-5)
     trained = Trained(model, make_optimizer(model.named_parameters(), SGDConfig()))
     norm = make_backend(group).norm_and_clip(trained, 1e9)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, expected, atol=0, rtol=1e-4)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:  # such as the biases by which some routers choose
+            assert ours.grad is None, name
+            continue
         gradient, right = ours.grad.full_tensor(), theirs.grad
         bound = 1e-3 * right.abs().max().item() + 1e-6
         torch.testing.assert_close(gradient, right, atol=bound, rtol=0, msg=f"{family}: {name}")
     return None
+
+
+def assert_same_bits_in_bfloat16(
+    folder: Path, plain: PreTrainedModel, micro: MicroBatch, group: RankGroup
+) -> None:
+    """Routers that compute in float32 weight the results of experts in it, on whatever rank these are."""
+    model = build_model(folder, TrainerConfig(precision={"compute": "bfloat16"}), group).eval()
+    read_tensors(folder, weights_in(model, folder), "model", rank=group.rank)
+    plain = copy.deepcopy(plain)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16()
+    with torch.no_grad():
+        found, expected = (Scorer(one, group.device).logprobs(micro, 0.8) for one in (model, plain))
+    assert torch.equal(found, expected)
 
 
 def run_in(world: str, group: RankGroup, folder: Path) -> None:
@@ -196,7 +249,8 @@ def run_in(world: str, group: RankGroup, folder: Path) -> None:
     rank, ranks = group.rank, group.world_size
     ranks_agree(group)
     if ranks > 1:
-        gathered_layers_are_never_stale(group, folder / "untied", folder / f"gathered on {world}")
+        kind = "experts" if "expert" in world else "untied"
+        gathered_layers_are_never_stale(group, folder / kind, folder / f"gathered on {world}")
     for name in models_in(world):
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
@@ -204,11 +258,18 @@ def run_in(world: str, group: RankGroup, folder: Path) -> None:
                 result = folder / f"{name} {way} {world}"
                 result.with_suffix(".json").write_text(json.dumps(row))
                 save_file(after, result.with_suffix(".safetensors"))
-    row, after = reward_steps(group, folder / "untied")
-    if rank == 0:
-        result = folder / f"reward at once {world}"
-        result.with_suffix(".json").write_text(json.dumps(row))
-        save_file(after, result.with_suffix(".safetensors"))
+    for name in rewarded_in(world):
+        row, after = reward_steps(group, folder / name)
+        if rank == 0:
+            result = folder / f"reward of {name} at once {world}"
+            result.with_suffix(".json").write_text(json.dumps(row))
+            save_file(after, result.with_suffix(".safetensors"))
+    if world in ADAPTED:
+        row, after = adapter_steps(group, folder / "experts")
+        if rank == 0:
+            result = folder / f"adapter at once {world}"
+            result.with_suffix(".json").write_text(json.dumps(row))
+            save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
     group.leave()
 
@@ -249,7 +310,7 @@ def gathered_layers_are_never_stale(group: RankGroup, model_folder: Path, folder
         kept.scorer.logprobs(micro, 0.8)
     layer = kept.policy.module.model.layers[0]
     left = [p.device_mesh.mesh_dim_names for p in layer.parameters() if isinstance(p, DTensor)]
-    assert all(names == ("tensor",) for names in left), "gathered, but for what is cut"
+    assert all(names in (("tensor",), ("expert",)) for names in left), "gathered, but for what is cut"
     kept.go_back(folder / "step_1")
     with scoring(kept.scorer):
         assert torch.equal(kept.scorer.logprobs(micro, 0.8), scores[0])
@@ -280,8 +341,19 @@ def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
             arrange=state.scorer.rows.arrange,
         )
         row = train_step(state, work, step, BradleyTerry())
-    saved = state.policy.saved().items()
-    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach().clone() for name, w in saved}
+    after = tensors_in_memory(state.policy.module).items()
+    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach().clone() for name, w in after}
+
+
+def adapter_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
+    """Metrics and weights of an adapter after two steps; those of its base are frozen, experts among them."""
+    config = TrainerConfig(lora={"rank": 4}, seq_len=24, optimizer={"lr": 0.01, "eps": 1e-3})
+    state = TrainerState(config, group, {POLICY: RL.policy(config, model_folder, group)}, TrainerProgress())
+    state.begin(model_folder)
+    step_of(state, 1)
+    row = step_of(state, 2)
+    trained = state.policy.trained().items()
+    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach() for name, w in trained}
 
 
 def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerState:
@@ -335,7 +407,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
     for ranks, worlds in WORLDS.items():
-        ports = {world: free_port() for world in (*worlds, "families", "matrices")}
+        ports = {world: free_port() for world in (*worlds, "families", "tensor", "expert")}
         started = start_ranks(run_rank, ranks, ports, folder, families, world_size=ranks)
         while not started.join():
             pass
@@ -384,9 +456,9 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
 
 
 @pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
-def test_two_ranks_can_share_rows_and_matrices_or_say_why_not(found: Path, family: str):
+def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
     """And docs/models.md says so."""
-    for axis, refused in (("context", UNSHARED), ("tensor", UNDIVIDED)):
+    for axis, refused in (("context", UNSHARED), ("tensor", UNDIVIDED), ("expert", UNDEALT)):
         problem = json.loads((found / "families.json").read_text())[axis][family]
         if family not in refused:
             assert problem is None
@@ -394,19 +466,28 @@ def test_two_ranks_can_share_rows_and_matrices_or_say_why_not(found: Path, famil
         assert re.match(rf"parallel.{axis} = 2 can't serve \w+: .*({refused[family][1]})", problem)
 
 
-SHARING = test_two_ranks_can_share_rows_and_matrices_or_say_why_not.__name__
+SHARING = test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not.__name__
 
 
 def test_any_ranks_train_the_same_reward_model(found: Path):
     """Its head and all layers."""
-    reference_row, reference = result(found, "reward", "at once", "one")
-    assert reference["score.weight"].abs().min() > 0
-    for world in NAMES:
-        row, after = result(found, "reward", "at once", world)
+    for world, name in [(one, name) for one in NAMES for name in rewarded_in(one)]:
+        reference_row, reference = result(found, f"reward of {name}", "at once", "one")
+        assert reference["score.weight"].abs().min() > 0
+        row, after = result(found, f"reward of {name}", "at once", world)
         assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6), world
         assert after.keys() == reference.keys()
         for key, weight in after.items():
             torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
+
+
+def test_any_ranks_train_the_same_adapter(found: Path):
+    """Of a model whose experts are on several ranks."""
+    (reference_row, reference), (row, after) = (result(found, "adapter", "at once", one) for one in ADAPTED)
+    assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6)
+    assert after.keys() == reference.keys()
+    for key, weight in after.items():
+        torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=key)
 
 
 LAYOUTS = {
@@ -418,6 +499,8 @@ LAYOUTS = {
     "replicas": (4, {"replicas": 2}, "device"),
     "tensor": (4, {"tensor": 2}, "device"),
     "tensor on host": (4, {"tensor": 2}, "host"),
+    "expert": (4, {"expert": 2}, "device"),
+    "expert on host": (4, {"expert": 4}, "host"),
 }
 """Ranks, how they are laid out, and where the state is."""
 OPTIMIZERS: dict[str, dict[str, object]] = {
@@ -429,10 +512,16 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
 }
 TRAINED = [*(("untied", name) for name in OPTIMIZERS), ("experts", "muon")]
 """Models and optimisers."""
+TRAINED_EXPERTS = [("experts", name) for name in ("adamw", "adamw_8bit", "muon")]
+"""The same where ranks have experts together, or take such a run over."""
 
 
 def trained_in(*layouts: str) -> list[tuple[str, str]]:
     """Those of them that can be trained in all of these layouts."""
+    if any("expert" in layout for layout in layouts):
+        return TRAINED_EXPERTS
+    if layouts == ("two",) or layouts == ("replicas",):
+        return list(dict.fromkeys([*TRAINED, *TRAINED_EXPERTS]))
     whole = any("tensor" in layout for layout in layouts)
     return [one for one in TRAINED if not whole or one[1] not in ("muon", "adamw_8bit")]
 
@@ -447,7 +536,10 @@ def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
         state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
         for number in (1, 2):
             row = step_of(state, number)
-            write(state, folder / f"{model} {name} {layout} after {number}", row)
+            write(state, saved := folder / f"{model} {name} {layout} after {number}", row)
+        publish(state, served := folder / f"{model} {name} {layout} served")
+        files = [(one / "model.safetensors").read_bytes() for one in (saved, served)]
+        assert files[0] == files[1], "servers get what the step holds"
     dist.barrier()
     group.leave()
 
@@ -490,6 +582,19 @@ def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
         (folder / "row.json").write_text(json.dumps(row))
 
 
+def publish(state: TrainerState, folder: Path) -> None:
+    """Write what servers get in files, each rank its part."""
+    folder.mkdir(exist_ok=True)
+    transport = FileTransport(state.group, Served(state.policy.served))
+    filling = transport.take(state.progress.step, last=False)
+    if state.group.rank == 0:
+        filling.begin(folder)
+    state.group.barrier()
+    filling.write(folder, lambda: None)
+    state.group.barrier()
+    transport.close()
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """All files in it."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
@@ -518,6 +623,10 @@ GOES_ON = [
     ("two", "tensor"),
     ("tensor", "tensor on host"),
     ("tensor on host", "tensor"),
+    ("expert", "replicas"),
+    ("two", "expert"),
+    ("expert", "expert"),
+    ("expert on host", "expert"),
 ]
 
 

@@ -267,7 +267,7 @@ def test_patterns_are_refused_before_anything_starts(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """By a dry run as well; a reward model's own weights have names, too. So is sharing rows, or matrices,
-    unequally."""
+    unequally, or experts that the model does not have."""
     monkeypatch.chdir(REPOSITORY)
     argv = [command, "@", f"{CONFIGS}/{command}.toml", "--output-dir", str(tmp_path / "run"), "--freeze"]
     for flags in (("nonsense.*",), ("nonsense.*", "--dry-run")):
@@ -284,6 +284,10 @@ def test_patterns_are_refused_before_anything_starts(
         assert getattr(main, command)() == code
         error = f"error: --parallel.{axis} = 3 can't serve Qwen3ForCausalLM: its 4 attention heads can't be"
         assert (error in capsys.readouterr().err) == (code == 2)
+    monkeypatch.setattr("sys.argv", [*argv[:-1], "--workers", "6", "--parallel.expert", "2", "--dry-run"])
+    assert getattr(main, command)() == 2
+    error = "error: --parallel.expert = 2 can't serve Qwen3ForCausalLM: its layers have no experts"
+    assert error in capsys.readouterr().err
 
 
 def test_transformers_opens_what_is_split(make_saver, store):

@@ -436,6 +436,40 @@ def test_ranks_that_share_matrices_gather_and_keep_their_part_of_a_layer(folder:
         footprint_of(path, compute="bfloat16", activation_checkpointing=False, tensor=3)
 
 
+def test_ranks_that_share_experts_gather_their_own(folder: Callable[..., Path]):
+    """They hold as many weights, and equal parts where FSDP2 leaves some without experts."""
+    path = str(folder("moe"))
+    how = {"compute": "bfloat16", "activation_checkpointing": False}
+
+    def need(expert: int, ranks: int) -> Need:
+        config = config_of(workers=ranks, parallel={"expert": expert})
+        footprint = footprint_of(path, **how, expert=expert)
+        return rank_need(footprint, config, ranks=ranks, gpu=True, chunk_logits=1 << 40)
+
+    alone, shared = need(1, 4), need(2, 4)
+    for what in ("weights, float32", "gradients, float32", "moments", "activations of"):
+        assert part(shared, what) == part(alone, what)
+    one = footprint_of(path, **how)
+    of_layer = one.experts // len(one.layers)
+    assert of_layer == 4 * 3 * 64 * SMALL["hidden_size"]
+    assert part(alone, "weights gathered") - part(shared, "weights gathered") == 2 * of_layer // 2
+    back = "what experts on other ranks send back"
+    assert (part(alone, back), part(shared, back)) == (
+        0,
+        len(one.layers) * 2 * 2048 * SMALL["hidden_size"] * 2,
+    )
+    # With 8 ranks, FSDP2 would give four of them an expert of each layer.
+    of_rank = [part(need(expert, 8), "weights, float32") for expert in (1, 4)]
+    assert of_rank[0] - of_rank[1] == 4 * one.experts * (1 / 4 - 1 / 8)
+    for kind, expert, reason in (
+        ("moe", 3, "its 4 experts can't be shared"),
+        ("qwen3", 2, "have no experts"),
+    ):
+        with pytest.raises(UsageError, match=rf"parallel.expert = {expert} can't serve Qwen3\w+: .*{reason}"):
+            footprint_of(str(folder(kind)), **how, expert=expert)
+    assert footprint_of(str(folder("qwen3")), **how, expert=2, is_policy=False).dealt_to == 1
+
+
 def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):

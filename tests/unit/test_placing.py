@@ -252,6 +252,15 @@ def test_ranks_are_divided_among_replicas():
         load(SFTConfig, ["--parallel.context", "2", "--compile"])
     with pytest.raises(UsageError, match=r"parallel.tensor = 3 does not divide the ranks .*: workers = 4"):
         placed(KINDS["sft"], load(SFTConfig, ["--parallel.tensor", "3"]), machine(4))
+    with pytest.raises(UsageError, match=r"parallel.expert = 3 does not divide the ranks .*: workers = 4$"):
+        placed(KINDS["sft"], load(SFTConfig, ["--parallel.expert", "3"]), machine(4))
+    with pytest.raises(UsageError, match=r"parallel.expert = 4 does not .*: workers = 4, replicas = 2"):
+        load(SFTConfig, ["--parallel.expert", "4", "--replicas", "2", "--workers", "4"])
+    with pytest.raises(UsageError, match=r"compile beside parallel.expert = 2: .* leave one out"):
+        load(SFTConfig, ["--parallel.expert", "2", "--compile"])
+    load(
+        SFTConfig, ["--parallel.expert", "2", "--parallel.context", "2", "--replicas", "2", "--workers", "4"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,6 +268,7 @@ def test_ranks_are_divided_among_replicas():
     [
         (("--parallel.context", "2"), r"parallel.context = 2 was not tried"),
         (("--replicas", "2"), r"replicas = 2 was not tried"),
+        (("--parallel.expert", "2"), r"parallel.expert = 2, which is for other models, does not go"),
         (("--lora",), r"lora, "),
         (("--compile",), r"compile was not tried"),
         (("--optimizer.type", "muon"), r"optimizer.type = 'muon', which needs matrices"),

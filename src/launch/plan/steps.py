@@ -299,14 +299,14 @@ def _teachers(draft: Draft) -> Draft:
     return draft.having(config=draft.kind.with_sources(draft.config, sources), recipe=recipe)
 
 
-def _matrices_of_others(draft: Draft) -> Draft:
+def _shared_by_others(draft: Draft) -> Draft:
     with importing():
-        from cairn.trainer.models.model import check_matrices
+        from cairn.trainer.models.model import check_shared
 
     beside = (one.model for one in draft.trainer.auxiliary_models.values())
     for folder in (*frozen_folders(draft.trainer, draft.model), *beside):
         if Path(folder).is_dir():  # others are the policy's, or not there yet in a dry run
-            check_matrices(Path(folder), draft.trainer)
+            check_shared(Path(folder), draft.trainer)
     return draft
 
 
@@ -443,10 +443,10 @@ STEPS = (
         touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
     ),
     PlanStep(
-        "frozen weights, shared rows and matrices", _parts_of_the_model, RUNS, needs=("model",),
+        "frozen weights, what ranks share", _parts_of_the_model, RUNS, needs=("model",),
         when=lambda draft: bool(draft.trainer.freeze)
         or draft.trainer.backend != "fsdp2"
-        or max(draft.trainer.parallel.context, draft.trainer.parallel.tensor) > 1,
+        or draft.trainer.parallel.is_used,
     ),
     PlanStep(
         "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),
@@ -457,8 +457,8 @@ STEPS = (
         gives=("config", "recipe"), touches=("disk", "network"), dry=dry_run.teachers,
     ),
     PlanStep(
-        "shared matrices of other models", _matrices_of_others, RUNS, needs=("model",),
-        when=lambda draft: draft.trainer.parallel.tensor > 1,
+        "what ranks share of other models", _shared_by_others, RUNS, needs=("model",),
+        when=lambda draft: max(draft.trainer.parallel.tensor, draft.trainer.parallel.expert) > 1,
     ),
     PlanStep(
         "what fills the GPUs' memory", memory_check.room_used, RUNS, needs=("placing", "model"),

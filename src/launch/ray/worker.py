@@ -158,6 +158,7 @@ class Worker:
                         replicas=config.replicas,
                         context=config.parallel.context,
                         tensor=config.parallel.tensor,
+                        expert=config.parallel.expert,
                         backend=config.backend,
                         hang_timeout=config.hang_timeout,
                     )

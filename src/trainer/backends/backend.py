@@ -1,8 +1,9 @@
 """The protocol of a training backend: the code that lays a model out over ranks, on one page.
 
 The training loop, the losses and the checkpoints know ranks only through what is written here and through the
-`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation, tensor
-parallelism with FSDP2 beside it (`tensor.py`) another, and megatron-core (`megatron/`) a third.
+`RankLayout` of a group (`trainer/group.py`). FSDP2 (`fsdp2.py`) is the first implementation; tensor
+parallelism (`tensor.py`) and expert parallelism (`experts.py`), with FSDP2 beside them, and megatron-core
+(`megatron/`) are others.
 
 What a rank holds of a tensor is a `Share` (`checkpoint/tensors/placement.py`; `share_of` gives it): shape and
 data type of the whole in its hub layout, the ranges of it that are here, a view of their values in place, and
@@ -28,6 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.backends.experts import ExpertParallel
 from cairn.trainer.backends.fsdp2 import FSDP2, Trainable
 from cairn.trainer.backends.megatron.families import check_megatron
 from cairn.trainer.backends.tensor import TensorParallel, check_tensor
@@ -106,7 +108,9 @@ class Backend(Protocol):
 
 
 def _fsdp2(group: RankGroup) -> Backend:
-    return TensorParallel(group) if group.tensor.size > 1 else FSDP2(group)
+    if group.tensor.size > 1:
+        return TensorParallel(group)
+    return ExpertParallel(group) if group.expert.size > 1 else FSDP2(group)
 
 
 def _megatron(group: RankGroup) -> Backend:

@@ -1,8 +1,8 @@
-"""transformers' plans: how the matrices of a family's layers are shared among ranks.
+"""transformers' plans: how the matrices and the experts of a family's layers are shared among ranks.
 
 A plan names modules and parameters, with `*` for numbers, and the style in which each is cut. All calls of
 transformers' code for plans are in this file; what styles mean for gradients is known by those who ask for
-them (`tensor.py`).
+them (`tensor.py`, `experts.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
+    apply_expert_parallelism,
     apply_tensor_parallelism,
     replace_layer_number_by_wildcard,
 )
@@ -25,6 +26,33 @@ def matrices_plan(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Cut the parameters that a plan names over the ranks of a mesh, and have modules exchange results."""
     apply_tensor_parallelism(model, mesh, dict(plan))
+
+
+DISPATCHED = "ep_dispatch_experts"
+"""The style of a module of experts whose tokens come from other ranks and go back."""
+
+
+def experts_plan(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
+    """The same of modules of experts, and of their parameters; empty without a plan."""
+    having = [layer for layer in layers if any("experts" in n.split(".") for n, _ in layer.named_modules())]
+    if not having:
+        return {}
+    prefix, decoder = decoder_of(model, having)
+    plan = _within(model, having, {f"{prefix}{name}": style for name, style in decoder.ep_plan.items()})
+    experts = [name for name, style in plan.items() if style == DISPATCHED]
+    return {n: style for n, style in plan.items() if any(f"{n}.".startswith(f"{one}.") for one in experts)}
+
+
+def experts_in(model: torch.nn.Module, plan: Mapping[str, str]) -> list[torch.nn.Module]:
+    """The modules of experts that a plan names, one for each layer that has them."""
+    wild = {name: replace_layer_number_by_wildcard(name) for name, _ in model.named_modules()}
+    return [module for name, module in model.named_modules() if plan.get(wild[name]) == DISPATCHED]
+
+
+def cut_experts(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Give each rank of a mesh equally many experts of each layer, and have modules exchange tokens."""
+    # With ranks that share matrices, these would have to share tokens; there are none.
+    apply_expert_parallelism(model, mesh, None, dict(plan))  # pyright: ignore[reportArgumentType] # None is allowed for
 
 
 def style_of(plan: Mapping[str, str], parameter: str) -> str | None:

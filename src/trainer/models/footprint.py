@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.model import LoraConfig
 from cairn.trainer.attention.choice import Device, caps_attention, check_context, choose
+from cairn.trainer.backends.experts import check_experts, sharded_dimension
 from cairn.trainer.backends.tensor import check_tensor
 from cairn.trainer.models.lora import adapt
 from cairn.trainer.models.model import layers_of
@@ -60,8 +61,10 @@ class Footprint:
     head: elements of the input and output embeddings; head is 0 if it is tied or there is none. vocabulary:
     number of logits per token. kept: what the forward pass keeps of activations for the backward pass, of all
     layers. layer: the same of one layer whose activations are all kept. width: bytes of an element in the
-    type that is computed in. experts: elements that belong to experts. chosen: the share of the experts that
-    a token uses; 1 if it is not known.
+    type that is computed in. expert_shapes: of the parameters of experts, in each decoder layer. chosen: the
+    share of the experts that a token uses; 1 if it is not known. dealt_to: so many ranks have the experts of
+    a layer together. exchanged: of each token, bytes of what its experts send back, in all layers
+    that keep it at once.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -73,21 +76,47 @@ class Footprint:
     layer: Growth
     width: int
     trained: tuple[tuple[int, ...], ...] | None = None
-    experts: int = 0
+    expert_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     chosen: float = 1.0
+    dealt_to: int = 1
+    exchanged: int = 0
 
     @property
     def elements(self) -> int:
         """The number of parameters."""
         return sum(map(prod, self.shapes))
 
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The elements of each decoder layer that a rank needs at once: of experts, its own."""
+        if self.dealt_to == 1:
+            return self.layers
+        others = 1 - 1 / self.dealt_to
+        of_layers = zip(self.layers, self.expert_shapes, strict=True)
+        return tuple(layer - int(others * sum(map(prod, experts))) for layer, experts in of_layers)
+
+    @property
+    def experts(self) -> int:
+        """The number of elements that belong to experts."""
+        return sum(prod(shape) for layer in self.expert_shapes for shape in layer)
+
     def shard(self, ranks: int) -> int:
         """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension."""
-        return _shard(self.shapes, ranks)
+        if self.dealt_to == 1:
+            return _shard(self.shapes, ranks)
+        experts = [shape for layer in self.expert_shapes for shape in layer]
+        dealt, shards = self.dealt_to, ranks // self.dealt_to
+        own = [(shape[0] // dealt, *shape[1:]) for shape in experts]
+        moved = [
+            (shape[dim], *shape[:dim], *shape[dim + 1 :])
+            for shape, whole in zip(own, experts, strict=True)
+            for dim in [sharded_dimension(whole, dealt, shards)]
+        ]
+        return _shard(self.shapes, ranks) - _shard(experts, ranks) + _shard(moved, shards)
 
     def trained_shard(self, ranks: int) -> int:
         """The same of what is trained."""
-        return _shard(self.shapes if self.trained is None else self.trained, ranks)
+        return self.shard(ranks) if self.trained is None else _shard(self.trained, ranks)
 
 
 def _shard(shapes: Iterable[tuple[int, ...]], ranks: int) -> int:
@@ -104,6 +133,8 @@ def footprint_of(
     lora: LoraConfig | None = None,
     context: int = 1,
     tensor: int = 1,
+    expert: int = 1,
+    is_policy: bool = True,
     pairs: bool = False,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
@@ -116,11 +147,13 @@ def footprint_of(
         attention, lora: the settings of these names.
         context: ranks that share the tokens of each row.
         tensor: ranks that share the matrices of each layer, and so what layers keep beside hidden states.
+        expert: ranks that have the experts of each layer together.
+        is_policy: as for `check_shared`.
         pairs: whether attention keeps what it computes of each pair of tokens, whatever it is.
 
     Raises:
-        UsageError: the model can't have the attention that is asked for, or ranks can't share its rows or
-            matrices.
+        UsageError: the model can't have the attention that is asked for, or ranks can't share its rows,
+            matrices or experts.
         Exception: whatever transformers or the model's code raise; not every model runs without values.
     """
     dtype = DTYPES_IN_SETTINGS[compute]
@@ -135,6 +168,7 @@ def footprint_of(
         check_context(model, context)
         layers = layers_of(model)
         check_tensor(model, layers, tensor)
+        check_experts(model, layers, expert, needed=is_policy)
         if pairs:
             model.set_attn_implementation("eager")
         elif kernel or model.config._attn_implementation == "sdpa":
@@ -149,6 +183,10 @@ def footprint_of(
         adapt(model, lora)
         trained = tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
     embeddings: Any = model.get_input_embeddings()
+    experts = tuple(tuple(_experts_of(layer)) for layer in layers)
+    text = config.get_text_config()
+    per_token = next((value for name in CHOSEN if isinstance(value := getattr(text, name, None), int)), 1)
+    kept_layers = min(sum(map(bool, experts)), 1 if activation_checkpointing else len(layers))
     weight: Any = getattr(model.get_output_embeddings(), "weight", None)
     head = 0 if weight is None or weight is embeddings.weight else int(weight.numel())
     return Footprint(
@@ -161,9 +199,18 @@ def footprint_of(
         layer=whole.times(1 / len(layers)),
         width=dtype.itemsize,
         trained=trained,
-        experts=sum(p.numel() for name, p in model.named_parameters() if EXPERTS in name),
-        chosen=active_experts(config.get_text_config()) or 1.0,
+        expert_shapes=experts,
+        chosen=active_experts(text) or 1.0,
+        dealt_to=expert if any(experts) else 1,
+        exchanged=kept_layers * per_token * text.hidden_size * dtype.itemsize,
     )
+
+
+def _experts_of(layer: torch.nn.Module) -> Iterator[tuple[int, ...]]:
+    """The shapes of a layer's parameters of experts."""
+    for name, parameter in layer.named_parameters():
+        if EXPERTS in f".{name}":
+            yield tuple(parameter.shape)
 
 
 def active_experts(config: Any) -> float | None:

@@ -24,6 +24,7 @@ from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention, check_context
 from cairn.trainer.backends.backend import CHECKS, make_backend
+from cairn.trainer.backends.experts import check_experts
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
 
@@ -108,15 +109,18 @@ def check_parts(
 
     Raises:
         UsageError: `freeze` names no weights, the backend can't train the model, or ranks can't share its
-            rows or matrices.
+            rows, matrices or experts.
     """
-    model = check_matrices(folder, config)
+    model = check_shared(folder, config, is_policy=True)
     check_context(model, config.parallel.context)
     freeze(remade(model), config.freeze)
 
 
-def check_matrices(folder: Path, config: TrainerBase) -> PreTrainedModel:
-    """Check that the backend can lay out the model in `folder`, whose matrices ranks may share.
+def check_shared(folder: Path, config: TrainerBase, *, is_policy: bool = False) -> PreTrainedModel:
+    """Check that the backend can lay out the model in `folder`, whose matrices or experts ranks may share.
+
+    Args:
+        is_policy: whether to refuse a model that has no experts to share, which others may lack.
 
     Returns:
         The model, without values.
@@ -125,7 +129,9 @@ def check_matrices(folder: Path, config: TrainerBase) -> PreTrainedModel:
         UsageError: it can't.
     """
     model = _outline(load_config(folder))
-    CHECKS[config.backend](model, layers_of(model), config.parallel.tensor)
+    layers = layers_of(model)
+    CHECKS[config.backend](model, layers, config.parallel.tensor)
+    check_experts(model, layers, config.parallel.expert, needed=is_policy)
     return model
 
 

@@ -160,7 +160,7 @@ def _orthogonal_shard(matrix: torch.Tensor, steps: int) -> torch.Tensor:
         return orthogonal(matrix.bfloat16(), steps).float()
     mesh, placements = matrix.device_mesh, matrix.placements
     local = matrix.to_local()
-    if matrix.ndim == 3 and all(p == Shard(0) or p.is_replicate() for p in placements):
+    if matrix.ndim == 3 and all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements):
         return orthogonal(local.to(mesh.device_type, torch.bfloat16), steps).to(local.device).float()
     whole = cast(DTensor, matrix.bfloat16()).full_tensor()
     # With state_on = host the matrix is in the host's memory, and the GPU computes.

@@ -1,0 +1,82 @@
+"""How the trainer's ranks share what they compute, and what else can be set then."""
+
+from collections.abc import Collection
+
+from pydantic import Field
+
+from cairn.config.model import LoraConfig
+from cairn.config.settings import BaseConfig
+
+WHOLE = frozenset({"muon", "adamw_8bit"})
+"""Optimisers that need matrices, or blocks of their rows, whole."""
+
+
+class ParallelConfig(BaseConfig):
+    """How the ranks share what they compute, beside the samples of a batch, which are always divided."""
+
+    context: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share the tokens of each row, for samples that are too long for one rank."""
+    tensor: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share the matrices of each layer, for dense layers too large for one rank."""
+    expert: int = Field(default=1, ge=1)
+    """Neighbouring ranks that have the experts of each layer together; tokens travel to their experts."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether ranks share anything."""
+        return max(self.context, self.tensor, self.expert) > 1
+
+    def problem_of_ranks(self, ranks: int, replicas: int) -> str | None:
+        """Why so many ranks can't be divided into replicas of the model, or share what they are to share."""
+        sizes = {"replicas": replicas, "parallel.context": self.context, "parallel.tensor": self.tensor}
+        for name, size in sizes.items():
+            if ranks % size:
+                return f"{name} = {size} does not divide the ranks into equal parts: workers = {ranks}"
+        if ranks // replicas % self.expert:
+            copies = f", replicas = {replicas}" if replicas > 1 else ""
+            return (
+                f"parallel.expert = {self.expert} does not divide the ranks of each copy of the model into "
+                f"equal parts: workers = {ranks}{copies}"
+            )
+        return None
+
+    def problem_beside(
+        self, lora: LoraConfig | None, optimizers: Collection[str], replicas: int, *, compiled: bool
+    ) -> str | None:
+        """Which of the trainer's other settings does not go with what ranks share, and why; None if all do.
+
+        Args:
+            optimizers: the types of all models' optimisers.
+        """
+        context, expert = (
+            f"beside parallel.context = {self.context}",
+            f"beside parallel.expert = {self.expert}",
+        )
+        if lora and lora.dropout and self.context > 1:
+            return (
+                f"lora.dropout = {lora.dropout} {context}: what is dropped of a token would depend on the "
+                "rank that computes it"
+            )
+        if compiled and self.context > 1:
+            return f"compile {context}: a compiled layer can't exchange tokens with other ranks"
+        if compiled and self.expert > 1:
+            return f"compile {expert}: how many tokens travel to which experts is known to no compiled layer"
+        problem = self._problem_beside_tensor(lora, optimizers, replicas, compiled)
+        return f"{problem} beside parallel.tensor = {self.tensor}" if problem and self.tensor > 1 else None
+
+    def _problem_beside_tensor(
+        self, lora: LoraConfig | None, optimizers: Collection[str], replicas: int, compiled: bool
+    ) -> str | None:
+        if self.context > 1:
+            return f"parallel.context = {self.context} was not tried"
+        if self.expert > 1:
+            return f"parallel.expert = {self.expert}, which is for other models, does not go"
+        if replicas > 1:
+            return f"replicas = {replicas} was not tried"
+        if lora:
+            return "lora, whose matrices no plan cuts, does not go"
+        if compiled:
+            return "compile was not tried"
+        if whole := sorted(WHOLE.intersection(optimizers)):
+            return f"optimizer.type = {whole[0]!r}, which needs matrices or blocks whole, does not go"
+        return None
