@@ -540,12 +540,13 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
     """On two ranks that share the tokens of each row, with two updates a step; the steps after the checkpoint
-    come out the same again. The server finds its own logprobs of each policy to be the trainer's."""
+    come out the same again. The server, which gets deltas from both ranks, finds its own logprobs of each
+    policy to be the trainer's."""
     run = tmp_path / "run"
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--trainer.workers", 2, "--trainer.updates-per-batch", 2, "--ckpt.interval", 3),
-        *("--trainer.parallel.context", 2),
+        *("--trainer.parallel.context", 2, "--trainer.weight-encoding", "delta"),
         *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", 2),
         *("--trainer.critic.optimizer.lr", 1e-3, "--orchestrator.inference-url", server.url),
     )
@@ -643,12 +644,14 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
 
 @pytest.mark.parametrize("transport", ["files", "network"])
 def test_servers_get_an_adapter(shell: Shell, server: Server, trained: Path, tmp_path: Path, transport: str):
-    """In files as it is, over the network merged; after a resume, too, whatever the server had meanwhile."""
+    """In files as it is, over the network merged and as deltas; after a resume, too, whatever the server had
+    meanwhile."""
     run = tmp_path / "run"
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--ckpt"),
         *("--orchestrator.inference-url", server.url, "--trainer.weight-transport", transport),
         *("--trainer.lora.serve", "adapter" if transport == "files" else "merged"),
+        *("--trainer.weight-encoding", "full" if transport == "files" else "delta"),
         *("--trainer.lora.rank", 4, "--trainer.optimizer.lr", 1e-2),
     )
     shell.succeed(*arguments, "--max-steps", 2)
