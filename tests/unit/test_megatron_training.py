@@ -66,6 +66,7 @@ def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkey
     ("flags", "what"),
     [
         (("--parallel.context", "2"), r"parallel.context = 2, which takes TransformerEngine"),
+        (("--parallel.expert", "2"), r"parallel.expert = 2, which is for mixtures of experts"),
         (("--replicas", "2"), r"replicas was not tried"),
         (("--lora",), r"lora was not tried"),
         (("--freeze", "*norm*"), r"freeze was not tried"),
