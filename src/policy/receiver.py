@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +84,10 @@ def read_source(folder: Path) -> Source | None:
 
 Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
 """The shape and data type of each tensor of a policy."""
+
+
+APPLIERS = min(4, os.cpu_count() or 1)
+"""Threads that apply deltas while the next ones come."""
 
 
 class Room:
@@ -176,14 +182,23 @@ class WeightReceiver:
     ) -> Iterator[dict[str, torch.Tensor]]:
         layout = source.layout
         try:
-            for names in groups:
-                tensors = {name: room.place(name, *layout[name]) for name in names}
-                for name, tensor in tensors.items():
-                    for rank, pair in zip(source.ranks, pairs, strict=True):
-                        self.nbytes += pair.take(name, tensor.view(-1), rank.ranges.get(name, []))
-                    if time.monotonic() > until:
-                        raise RuntimeError("it takes too long")
-                yield tensors
+            with ThreadPoolExecutor(APPLIERS) as appliers:
+                for names in groups:
+                    tensors = {name: room.place(name, *layout[name]) for name in names}
+                    applied: list[Future[None]] = []
+                    for name, tensor in tensors.items():
+                        flat = tensor.view(-1)
+                        for rank, pair in zip(source.ranks, pairs, strict=True):
+                            if (blocks := pair.delta_of(name)) is None:
+                                self.nbytes += pair.receive(flat, rank.ranges.get(name, []))
+                            elif blocks:
+                                self.nbytes += len(blocks)
+                                applied.append(appliers.submit(apply, blocks, flat, name))
+                        if time.monotonic() > until:
+                            raise RuntimeError("it takes too long")
+                    for each in applied:
+                        each.result()
+                    yield tensors
             self.sent = merged(pair.sums() for pair in pairs)
         except BaseException:
             self.forget()
@@ -222,19 +237,12 @@ class _Pair:
         """Tell the rank whether to send the tensors."""
         self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
 
-    def take(self, name: str, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> int:
-        """Get the rank's values of a flat tensor, which are `ranges` of it, in place, as it has answered.
-
-        Returns how many bytes have come.
-        """
+    def delta_of(self, name: str) -> memoryview | None:
+        """What the rank's values of a tensor have changed by; None: it sends the values, to be received."""
+        if self._answer == WHOLE:
+            return None
         if self._answer == SAME:
-            return 0
-        if self._answer == DELTA:
-            return self._receive_delta(name, flat)
-        self._receive(flat, ranges)
-        return sum(count for _, count in ranges) * flat.element_size()
-
-    def _receive_delta(self, name: str, flat: torch.Tensor) -> int:
+            return memoryview(b"")
         if self._sizes is None:
             sizes = json.loads(self._store.get(f"{self._pair}/sizes/{self._request}"))
             self._sizes = dict(zip(self._names, sizes, strict=True))
@@ -242,12 +250,12 @@ class _Pair:
         if len(blocks):
             for message in messages(blocks):
                 self._group.recv([message], 0, 0).wait(self._patience)
-            apply(as_memory(blocks), flat, name)
-        return len(blocks)
+        return as_memory(blocks)
 
-    def _receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
+    def receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> int:
+        """Get the values of `ranges` of a flat tensor, in place; returns how many bytes have come."""
         if not ranges:
-            return
+            return 0
         places = [flat[first : first + count] for first, count in ranges]
         together = places[0] if len(places) == 1 else flat.new_empty(sum(map(len, places)))
         for message in messages(together):
@@ -255,6 +263,7 @@ class _Pair:
         if len(places) > 1:
             for place, values in zip(places, together.split([len(place) for place in places]), strict=True):
                 place.copy_(values)
+        return together.nbytes
 
     def sums(self) -> dict[str, int]:
         """The rank's contributions to the checksums of the tensors that it has sent."""
