@@ -287,7 +287,9 @@ def test_patterns_are_refused_before_anything_starts(
     monkeypatch.setattr("sys.argv", [*argv[:-1], "--workers", "6", "--parallel.expert", "2", "--dry-run"])
     assert getattr(main, command)() == 2
     error = "error: --parallel.expert = 2 can't serve Qwen3ForCausalLM: its layers have no experts"
-    assert error in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert printed.count("error: ") == 1, "one step after the other finds it"
 
 
 def test_transformers_opens_what_is_split(make_saver, store):

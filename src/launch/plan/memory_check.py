@@ -1,5 +1,6 @@
 """Steps of the plan about memory: what a start settles and refuses, and what a dry run says."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,9 @@ def trains_on_own_gpus(draft: Draft) -> bool:
 
 def room_used(draft: Draft) -> Draft:
     """With the trainer's models counted, and what is open of `WHY` where GPUs have room by estimate."""
-    return _with_room_used(draft, counted_if_possible(draft.model, draft.trainer, draft.ranks))
+    with _named_with_flags(draft):
+        counted = counted_if_possible(draft.model, draft.trainer, draft.ranks)
+    return _with_room_used(draft, counted)
 
 
 def room_used_in_words(draft: Draft) -> Draft:
@@ -56,7 +59,8 @@ def room_used_in_words(draft: Draft) -> Draft:
     if not draft.config.model.name:
         return draft
     try:
-        counted = count_models(draft.model or _folder(draft.config), draft.trainer, draft.ranks)
+        with _named_with_flags(draft):
+            counted = count_models(draft.model or _folder(draft.config), draft.trainer, draft.ranks)
     except Uncountable:
         return draft
     before, draft = draft.trainer, _with_room_used(draft, counted)
@@ -68,6 +72,15 @@ def room_used_in_words(draft: Draft) -> Draft:
     return draft.having(
         choices=(*draft.choices, *choices), settled=draft.kind.with_trainer(draft.settled, settled)
     )
+
+
+@contextlib.contextmanager
+def _named_with_flags(draft: Draft) -> Iterator[None]:
+    """Say of which role the setting is with which a model can't be built, as the steps before this one do."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{draft.kind.flags('trainer')}{error}") from None
 
 
 def _with_room_used(draft: Draft, counted: CountedModels | None) -> Draft:
@@ -107,7 +120,8 @@ def _counted(draft: Draft) -> CountedModels | None:
     """The trainer's models, which on CPUs are counted only if they might not fit."""
     if trains_on_own_gpus(draft) or not might_not_fit(draft.model, draft.trainer, draft.ranks):
         return draft.counted
-    return counted_if_possible(draft.model, draft.trainer, draft.ranks)
+    with _named_with_flags(draft):
+        return counted_if_possible(draft.model, draft.trainer, draft.ranks)
 
 
 # A dry run
@@ -159,7 +173,8 @@ def _folder(config: Any) -> str:
 
 def _training(draft: Draft, folder: str) -> Iterator[str]:
     config, machine, flags = draft.trainer, draft.ranks, draft.kind.flags("trainer")
-    counted = draft.counted or count_models(folder, config, machine)
+    with _named_with_flags(draft):
+        counted = draft.counted or count_models(folder, config, machine)
     needs = counted.needs(config, machine)
     if machine.has_gpus:
         yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))
