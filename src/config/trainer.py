@@ -12,7 +12,14 @@ from cairn.config.optimizer import AdamWConfig, OptimizerConfig, SchedulerConfig
 from cairn.config.parallel import ParallelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
 from cairn.config.shared import Gpus, SharedConfig, SlurmConfig, SupervisionConfig
-from cairn.config.teachers import AuxiliaryModel, CriticConfig, KLConfig, WithTeachers, critic_problem
+from cairn.config.teachers import (
+    AuxiliaryModel,
+    CriticConfig,
+    KLConfig,
+    WithTeachers,
+    critic_problem,
+    is_served,
+)
 
 
 class RayConfig(BaseConfig):
@@ -337,6 +344,7 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """The trainer of an RL run: trains on the orchestrator's batches and publishes policies."""
 
     task = "rl"
+    on_megatron = None
     beside_servers = True
     unlisted = frozenset({"colocated"})
     loss: PolicyLossConfig = PPOClipConfig()
@@ -363,6 +371,18 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """Let rollouts be longer than seq_len, and their ends not be learned; otherwise that is refused."""
     colocated: bool = False
     """Train only while the servers sleep; rl --colocate sets it."""
+
+    def _not_with_megatron(self) -> str | None:
+        sources = [source for source in self.teachers.values() if not is_served(source)]
+        if sources:
+            return f"a model of the trainer's own that scores batches ({sources[0]}) does not go"
+        others = {
+            "critic": self.critic is not None,
+            "colocated": self.colocated,
+            'weight_transport = "network"': self.weight_transport == "network",
+        }
+        found = next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
+        return found or super()._not_with_megatron()
 
     def published_as(self, *, gpu: bool) -> str:
         """The data type in which servers get policies from a trainer on a GPU or CPU."""

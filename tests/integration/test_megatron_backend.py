@@ -62,12 +62,18 @@ GOES_ON = [("tensor", "one"), ("one", "tensor"), ("both", "data"), ("data", "bot
 """Layouts, and those whose steps they go on from."""
 
 
+LENGTHS = (20, 14, 9, 24, 5)
+
+
 def make_batch(number: int) -> Batch:
-    """Three micro-batches of one row, of which the second of two ranks has one that holds nothing."""
+    """Three micro-batches of one row, of which the second of two ranks has one that holds nothing.
+
+    Among its tokens is the one that pads, as a policy may sample it.
+    """
     draw = np.random.default_rng(number)
-    samples = [
-        Sample(draw.integers(3, 96, n).astype(np.int32), draw.random(n) < 0.6) for n in (20, 14, 9, 24, 5)
-    ]
+    samples = [Sample(draw.integers(3, 96, n).astype(np.int32), draw.random(n) < 0.6) for n in LENGTHS]
+    for sample in samples:
+        sample.token_ids[1] = SIZE["pad_token_id"]
     return Batch(samples, sampling=FROM_TEXT)
 
 

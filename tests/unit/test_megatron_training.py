@@ -11,7 +11,7 @@ from cairn.checkpoint.tensors.placement import Scattered, at_places, share_of
 from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.config.cli import load
 from cairn.config.preferences import RewardConfig
-from cairn.config.trainer import SFTConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.model.hub_layout import hub_layout
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.megatron import families
@@ -83,6 +83,20 @@ def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], wha
     load(SFTConfig, list(flags))
     with pytest.raises(UsageError, match=rf"{what}.* with backend = 'megatron'; leave one out"):
         load(SFTConfig, ["--backend", "megatron", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--critic",), "critic was not tried"),
+        (("--kl.coef", "0.1", "--kl.reference", "start"), "a model of the trainer's own that scores batches"),
+        (("--weight-transport", "network"), 'weight_transport = "network" was not tried'),
+    ],
+)
+def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what: str):
+    load(TrainerConfig, list(flags))
+    with pytest.raises(UsageError, match=rf"{what}.* with backend = 'megatron'; leave one out"):
+        load(TrainerConfig, ["--backend", "megatron", *flags])
 
 
 def test_tasks_that_do_not_go_with_it_are_refused():

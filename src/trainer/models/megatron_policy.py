@@ -87,6 +87,9 @@ class MegatronPolicy(Trained):
     def saved(self) -> Mapping[str, Stored]:
         return at_places(self._of("weights"), self._layout.places)
 
+    def served(self) -> Mapping[str, Stored]:
+        return self.saved()
+
     def constant(self) -> Collection[str]:
         return ()
 

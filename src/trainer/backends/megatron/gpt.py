@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
@@ -71,9 +71,16 @@ class MegatronModel(torch.nn.Module):
     ddp: its buffers of weights and gradients. distributed: its optimiser, once `make_distributed` has run.
     """
 
-    def __init__(self, about: PreTrainedConfig, config: TrainerBase, group: RankGroup):
-        """Allocate it; its weights have no values yet."""
+    def __init__(self, outline: PreTrainedModel, config: TrainerBase, group: RankGroup):
+        """Allocate it; its weights have no values yet.
+
+        Args:
+            outline: transformers' model of the same configuration, on the meta device.
+        """
         super().__init__()
+        about: PreTrainedConfig = outline.config
+        self.unlearned: int | None = getattr(outline.get_input_embeddings(), "padding_idx", None)
+        """The token whose embedding transformers does not learn where it is looked up."""
         precision = config.precision.settled(gpu=group.device.type == "cuda")
         compute = DTYPES_IN_SETTINGS[precision.compute]
         self.config, self.device, self.tensor = about, group.device, group.tensor
@@ -131,11 +138,20 @@ class MegatronModel(torch.nn.Module):
             found.append(copy_to_tensor_model_parallel_region(hidden))
             return inputs[0][:0], *inputs[1:]
 
-        hook = self.gpt.output_layer.register_forward_pre_hook(select)
+        def look_up(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], found: torch.Tensor) -> Any:
+            if self.unlearned is None:
+                return found
+            return torch.where((inputs[0] == self.unlearned)[..., None], found.detach(), found)
+
+        hooks = [
+            self.gpt.embedding.word_embeddings.register_forward_hook(look_up),
+            self.gpt.output_layer.register_forward_pre_hook(select),
+        ]
         try:
             self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         tied = self.gpt.share_embeddings_and_output_weights
         weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
         hidden = found[0]

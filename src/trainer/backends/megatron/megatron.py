@@ -42,7 +42,7 @@ class MegatronCore:
         self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase
     ) -> PreTrainedModel:
         """Make megatron-core's model of the same configuration; returns a `MegatronModel`."""
-        return cast(Any, MegatronModel(model.config, config, self._group))
+        return cast(Any, MegatronModel(model, config, self._group))
 
     def forward_backward(
         self,
