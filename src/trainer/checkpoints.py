@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import platform
 import secrets
 import socket
@@ -122,6 +123,29 @@ def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
     return wanted if needed <= usable else usable * wanted // needed
 
 
+class OtherRanks:
+    """Notices that a rank has died whose part of a save will never come, by what the driver says of it."""
+
+    def __init__(self, run: RunDirectory, world_size: int):
+        self._run = run
+        self._names = [f"trainer_rank{rank}" for rank in range(world_size)]
+        self._looked = -math.inf
+
+    def check(self) -> None:
+        """Look once a second at most.
+
+        Raises:
+            SaveFailed: a rank has died.
+        """
+        now = time.monotonic()
+        if len(self._names) == 1 or now - self._looked < 1:
+            return
+        self._looked = now
+        roles = self._run.current_roles() or {}
+        if dead := [name for name in self._names if name in roles and roles[name].state == "failed"]:
+            raise SaveFailed(f"{dead[0]} has died before its part was written")
+
+
 class TrainerCheckpoints(Checkpoints):
     """Saves a trainer's state, off the training loop's critical path."""
 
@@ -177,6 +201,7 @@ class TrainerCheckpoints(Checkpoints):
             ),
             before_commit=before_commit,
             after_commit=committed,
+            while_waiting=OtherRanks(context.run, group.world_size).check,
         )
 
     def due(self, step: int, *, last: bool) -> bool:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import draws
@@ -28,6 +29,7 @@ from runs import (
     untimed,
     whole_rows,
 )
+from toy import children
 
 from cairn.run.directory import RunDirectory
 
@@ -363,7 +365,7 @@ def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time.
 
     The two share the tokens of each row, the matrices or the experts, so that each waits for the other in
-    every layer.
+    every layer. When rank 1 is killed, rank 0 waits for its part of a save.
     """
     run, sft, undisturbed = tmp_path / "run", ("sft", "@", f"{CONFIGS}/sft.toml"), trained
     if axis == "expert":
@@ -375,6 +377,12 @@ def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     with shell.start(*sft, *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 10)
         first = read(run / "roles.json")["roles"]
+        (writer,) = children(first["trainer_rank1"]["pid"], "cairn.checkpoint.saving.writer")
+        os.kill(writer, signal.SIGSTOP)
+        count = -1
+        while len(rows(run)) != count:  # both wait for the save before the next one
+            count = len(rows(run))
+            time.sleep(1)
         send(run, "trainer_rank1", signal.SIGKILL)
         wait_for_successor(command, run, "trainer_rank1", first["trainer_rank1"]["pid"])
         command.wait_until(lambda: len(rows(run)) >= 20)

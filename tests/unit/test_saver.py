@@ -355,6 +355,22 @@ def test_other_roles_parts_belong_to_the_step(make_saver, store):
     assert "orchestrator/state.json" in verify(store.folder(3)).files
 
 
+def test_a_part_that_will_not_come_ends_the_wait_for_it(make_saver, store):
+    """Of the save, and of a loop that wants to save the next step."""
+    died = threading.Event()
+
+    def look() -> None:
+        if died.is_set():
+            raise SaveFailed("trainer_rank1 has died")
+
+    saver = make_saver(world_size=2, while_waiting=look)
+    saver.save(1, small(), FILES, ABOUT)
+    threading.Timer(0.2, died.set).start()
+    with pytest.raises(SaveFailed, match="saving failed: trainer_rank1 has died"):
+        saver.save(2, small(), FILES, ABOUT)
+    assert store.steps() == []
+
+
 def test_what_comes_before_and_after_a_commit(make_saver, store):
     """The metrics' rows are made durable while the step is not there, and retention runs when it is.
 

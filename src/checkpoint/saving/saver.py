@@ -97,6 +97,8 @@ class Saver:
         has.
         before_commit: called by rank 0 in the background when everything but the manifest is durable.
         after_commit: called by rank 0 in the background after each commit, for example for retention.
+        while_waiting: called again and again while another rank's or role's part is waited for; an error that
+        it raises ends the save, and the wait of a loop for that save.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Saver:
         how: SaveOptions = SaveOptions(),  # noqa: B008 # it is frozen
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int], None] = lambda step: None,
+        while_waiting: Callable[[], None] = lambda: None,
     ):
         self.store = store
         self.rank, self.session = rank.rank, rank.session
@@ -124,6 +127,7 @@ class Saver:
         self._parent = how.parent
         self.before_commit = before_commit
         self.after_commit = after_commit
+        self.while_waiting = while_waiting
         self._arena: Arena | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -233,6 +237,7 @@ class Saver:
     def _check_wanted(self) -> None:
         if self._given_up.is_set():
             raise SaveFailed("the save was abandoned")
+        self.while_waiting()
 
     def _run(
         self,

@@ -322,7 +322,10 @@ class Ranks:
             # With a timeout, so that signals are handled in between.
             done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
             for future in done:
-                _collect(future, pending.pop(future), ended, beside_server=self._server_may_be_awake(attempt))
+                rank = pending.pop(future)
+                _collect(future, rank, ended, beside_server=self._server_may_be_awake(attempt))
+                if rank.number in ended.dead:
+                    rank.note_state("failed")  # which ranks that wait for its part of a save look at
             if ended.broken and settling is None:
                 settling = Patience(SETTLE_SECONDS)
             if (ended.dead or ended.final) and self._placement.gpus:
