@@ -97,8 +97,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     wandb: WandbConfig | None = None
 
     def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
-        settled = self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
-        return settled if gpu else settled.left_to(micro_batch_size=1)
+        return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
 
     @property
     def ranks(self) -> int:

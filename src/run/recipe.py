@@ -51,6 +51,7 @@ TRAINER = Compared(
             *OF_ANY_ROLE,
             *("workers", "gpus", "replicas", "parallel", "spare_workers", "threads", "ray", "wandb", "slurm"),
             "keep_gathered",  # of which no bit depends
+            *("micro_batch_size", "micro_batch_tokens"),  # of which, as of `workers`, only rounding does
             *(
                 "weight_transport",
                 "weight_encoding",

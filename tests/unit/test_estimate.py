@@ -296,7 +296,7 @@ def test_passes_have_as_many_rows_as_gpus_have_room_for(folder: Callable[..., Pa
     assert rows(1 << 40, micro_batch_size=3) == 3
     assert rows(1 << 40, micro_batch_tokens=4096) == 1
     assert rows(1 << 40, state_on="host") == 1
-    assert SFTConfig().settled(gpu=False).micro_batch_size == 1, "as runs on CPUs have always had"
+    assert SFTConfig().settled(gpu=False).rows == 1, "as runs on CPUs have always had"
 
 
 def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:
