@@ -235,10 +235,7 @@ class PolicyReader:
             with _as_not_held():
                 for weights in parts:
                     for name, tensor in weights.items():
-                        look = look_at(tensor, self._config.dtype)
-                        if not look.is_finite:
-                            raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
-                        sums[name] = look.checksum
+                        sums[name] = self._checked(tensor, f"the trainer's tensor {name}")
                     yield weights
             for name, sent in receiver.sent.items():
                 if sums[name] != sent:
@@ -264,12 +261,7 @@ class PolicyReader:
                 tensor.copy_(base[name])
             for delta in deltas:
                 delta.apply(name, tensor)
-            look = look_at(tensor, self._config.dtype)
-            if look.checksum != published.get(name, 0):  # of one without values
-                raise NotHeld(f"{path}: tensor {name} is not the one that the trainer published")
-            if not look.is_finite:
-                raise NotFinite(f"{path}: tensor {name} holds NaN or infinity")
-            sums[name] = look.checksum
+            sums[name] = self._checked(tensor, f"{path}: tensor {name}", published.get(name, 0))
             return tensor
 
         def parts() -> Iterator[Tensors]:
@@ -288,14 +280,29 @@ class PolicyReader:
         def checked() -> Iterator[Tensors]:
             for weights in in_groups(sources, layerwise_groups(list(sources))):
                 for name, tensor in weights.items():
-                    look = look_at(tensor, self._config.dtype)
-                    if not look.is_finite:
-                        raise NotFinite(f"the merged tensor {name} holds NaN or infinity")
-                    sums[name] = look.checksum
+                    sums[name] = self._checked(tensor, f"the merged tensor {name}")
                 yield weights
 
         count = sum(math.prod(source.spec.shape) for source in sources.values())
         return PolicyTensors(checked(), sums, count, lambda: _bytes_in(Path(path)))
+
+    def _checked(self, tensor: torch.Tensor, what: str, published: int | None = None) -> int:
+        """The checksum of a tensor.
+
+        Args:
+            what: the tensor is, in errors.
+            published: the checksum that it has to have, 0 without values; None: any.
+
+        Raises:
+            NotHeld: it has another one.
+            NotFinite: it holds NaN or infinity.
+        """
+        look = look_at(tensor, self._config.dtype)
+        if published not in (None, look.checksum):
+            raise NotHeld(f"{what} is not the one that the trainer published")
+        if not look.is_finite:
+            raise NotFinite(f"{what} holds NaN or infinity")
+        return look.checksum
 
     @functools.cached_property
     def _merging(self) -> Merging:
