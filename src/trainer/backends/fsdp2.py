@@ -89,8 +89,7 @@ class FSDP2:
 
     def step(self, model: Trainable, rate: float) -> None:
         """The optimiser's own step changes a rank's shards."""
-        for parameters in model.optimizer.param_groups:
-            parameters["lr"] = rate
+        set_rate(model.optimizer, rate)
         model.optimizer.step()
 
     def reshard(self, model: PreTrainedModel) -> None:
@@ -103,12 +102,23 @@ class FSDP2:
         Weights and the optimiser's state stay where they are: the launcher has left the servers room beside
         them (`launch/plan/colocation.py`).
         """
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        free_reserve()
 
     def wake(self) -> None:
         """Nothing to do: the allocator takes memory as the next passes ask for it."""
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give all parameters of an optimiser a learning rate."""
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = rate
+
+
+def free_reserve() -> None:
+    """Free what PyTorch's allocator holds in reserve on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def arguments_of(mesh: DeviceMesh, config: TrainerBase) -> dict[str, Any]:
@@ -195,15 +205,31 @@ def clip_on_meshes(
     Returns:
         The norm before: float32 [], equal on all ranks.
     """
-    with torch.no_grad():
-        gradients = [local_gradient(parameter) for parameter in parameters.values()]
-        copies = [copies_of(parameter, world_size) for parameter in parameters.values()]
+    gradients = [local_gradient(parameter) for parameter in parameters.values()]
+    copies = [copies_of(parameter, world_size) for parameter in parameters.values()]
+    return clip_held(gradients, copies, limit, gradients[0].device)
+
+
+@torch.no_grad()
+def clip_held(
+    gradients: list[torch.Tensor], copies: Sequence[int], limit: float, device: torch.device
+) -> torch.Tensor:
+    """The same, by what each rank holds of the gradient.
+
+    Args:
+        gradients: this rank's values, of no parameter perhaps.
+        copies: how many ranks hold those of each parameter.
+        device: of all ranks' values.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage] # as torch clips
-        counts = torch.tensor(copies, dtype=torch.float64, device=norms[0].device)
+        counts = torch.tensor(copies, dtype=torch.float64, device=device)
         total = (torch.stack(norms).double().square() / counts).sum()
-        dist.all_reduce(total)
-        norm = total.sqrt().float()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    dist.all_reduce(total)
+    norm = total.sqrt().float()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage] # likewise
     return norm
 

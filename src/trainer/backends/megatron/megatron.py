@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.backends.fsdp2 import Trainable
+from cairn.trainer.backends.fsdp2 import Trainable, clip_held, free_reserve, set_rate
 from cairn.trainer.backends.megatron.gpt import MegatronModel, join_ranks
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.group import RankGroup
@@ -69,25 +68,18 @@ class MegatronCore:
 
     def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
         """Of the optimiser's shards; ranks that share matrices hold copies of what is not cut."""
-        total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         shards = list(model.trained().values())
-        with torch.no_grad():
-            for shard in shards:
-                assert shard.grad is not None
-                copies = 1 if getattr(shard, "tensor_model_parallel", False) else self._group.tensor.size
-                total += shard.grad.norm().double().square() / copies
-            dist.all_reduce(total)
-            norm = total.sqrt().float()
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for shard in shards:
-                assert shard.grad is not None
-                shard.grad.mul_(factor)
-        return norm
+        copies = [
+            1 if getattr(shard, "tensor_model_parallel", False) else self._group.tensor.size
+            for shard in shards
+        ]
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        assert len(gradients) == len(shards)
+        return clip_held(gradients, copies, limit, self._group.device)
 
     def step(self, model: Trainable, rate: float) -> None:
         """Each rank changes its shards; then all get the weights of the others."""
-        for parameters in model.optimizer.param_groups:
-            parameters["lr"] = rate
+        set_rate(model.optimizer, rate)
         with without_gpu(self._group.device):
             _of(model).distributed.step_with_ready_grads()
 
@@ -96,9 +88,7 @@ class MegatronCore:
 
     def rest(self) -> None:
         """Free what PyTorch's allocator holds in reserve; does nothing on a CPU."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        free_reserve()
 
     def wake(self) -> None:
         """Nothing to do: the allocator takes memory as the next passes ask for it."""
