@@ -142,12 +142,12 @@ def held_by(about: Any, tensor: int, rank: int, data: int, number: int) -> dict[
     parameters = parameters_of(about, tensor)
     total = sum(one.numel() for one in parameters.values())
     first, last = total * number // data, total * (number + 1) // data
-    shards: dict[str, list[Shard]] = {}
+    shards: list[Shard] = []
     position = 0
     for name, parameter in parameters.items():
         begin, end = (min(max(at - position, 0), parameter.numel()) for at in (first, last))
         if begin < end:
-            shards[name] = [Shard(name, parameter, begin, parameter.view(-1)[begin:end])]
+            shards.append(Shard(name, parameter, begin, parameter.view(-1)[begin:end]))
         position += parameter.numel()
     shapes = hub_layout(about).shapes
     return scattered(shards, shapes, about, Axis(rank, tensor), torch.empty(0))

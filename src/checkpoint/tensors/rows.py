@@ -65,7 +65,8 @@ class RowTargets:
                 tensor.to_local().copy_(values.to_local())
 
     def _join(self, tensor: Scattered) -> Scattered:
-        joined = torch.empty_like(tensor.gathered())
+        count = sum(len(piece.values) for piece in tensor.pieces)
+        joined = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
         self._joined.append((tensor, joined))
         return tensor.together(joined)
 

@@ -68,14 +68,14 @@ class MegatronPolicy(Trained):
             distributed._copy_main_params_to_model_params()
             self._model.__dict__["ddp"].start_param_sync(force_sync=True)
         if self._steps:
-            counts = {int(step.item()) for step in self._steps.values()}
+            counts = sorted({int(step.item()) for step in self._steps.values()})
             if len(counts) > 1:
                 raise CheckpointError(
-                    f"the checkpoint's weights have been changed {min(counts)} to {max(counts)} times, and "
+                    f"the checkpoint's weights have been changed {counts[0]} to {counts[-1]} times, and "
                     "megatron-core counts one number for all; go on without backend = 'megatron'"
                 )
             for state in self.optimizer.state.values():
-                state[STEP].fill_(counts.copy().pop())
+                state[STEP].fill_(counts[0])
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         return at_places(self._of("weights"), places_in(self.module, folder))
@@ -138,10 +138,10 @@ class MegatronPolicy(Trained):
     def _of(self, kind: str) -> dict[str, Scattered]:
         """What this rank's optimiser has of all tensors of transformers' model: weights, or a moment."""
         if kind not in self._parts:
-            shards: dict[str, list[Shard]] = {}
+            shards: list[Shard] = []
             for shard in self._shards():
                 values = shard.values if kind == "weights" else self.optimizer.state[shard.values][kind]
-                shards[shard.name] = [shard._replace(values=values.detach().view(-1))]
+                shards.append(shard._replace(values=values.detach().view(-1)))
             like = torch.empty(0, dtype=torch.float32, device=self._model.device)
             shapes = self._layout.shapes
             self._parts[kind] = scattered(shards, shapes, self._model.config, self._model.tensor, like)

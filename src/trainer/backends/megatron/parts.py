@@ -7,7 +7,7 @@ rank holds of a tensor of transformers' model are therefore pieces of several su
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def stretches_of(
 
 
 def scattered(
-    shards: Mapping[str, list[Shard]],
+    shards: Iterable[Shard],
     shapes: Mapping[str, tuple[int, ...]],
     about: PreTrainedConfig,
     axis: Axis,
@@ -82,7 +82,7 @@ def scattered(
     """transformers' tensors, of which this rank holds the values of its shards.
 
     Args:
-        shards: by megatron-core's name of the parameter; none of parameters that other ranks have.
+        shards: none of parameters that other ranks have.
         shapes: of transformers' tensors, by name; the result is in their order.
         like: has the data type and the device of the values.
 
@@ -91,18 +91,17 @@ def scattered(
     """
     found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in shapes}
     copies: dict[str, tuple[int, int]] = {}
-    for of_parameter in shards.values():
-        for shard in of_parameter:
-            end = shard.begin + len(shard.values)
-            is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
-            for stretch in stretches_of(shard.name, shard.parameter, about, axis):
-                begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
-                if stretch.name not in found:
-                    raise NotImplementedError(f"transformers' model lacks {stretch.name}")
-                copies[stretch.name] = (0, 1) if is_cut else (axis.rank, axis.size)
-                if begin < stop:
-                    values = shard.values[begin - shard.begin : stop - shard.begin]
-                    found[stretch.name].append((stretch.first + begin - stretch.begin, values))
+    for shard in shards:
+        end = shard.begin + len(shard.values)
+        is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
+        for stretch in stretches_of(shard.name, shard.parameter, about, axis):
+            begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
+            if stretch.name not in found:
+                raise NotImplementedError(f"transformers' model lacks {stretch.name}")
+            copies[stretch.name] = (0, 1) if is_cut else (axis.rank, axis.size)
+            if begin < stop:
+                values = shard.values[begin - shard.begin : stop - shard.begin]
+                found[stretch.name].append((stretch.first + begin - stretch.begin, values))
     return {
         name: Scattered(shapes[name], like, _joined(sorted(pieces, key=_first)), copies.get(name, (0, 1)))
         for name, pieces in found.items()
@@ -115,22 +114,20 @@ def _first(piece: tuple[int, torch.Tensor]) -> int:
 
 def _joined(pieces: list[tuple[int, torch.Tensor]]) -> list[HeldPiece]:
     """Pieces that follow each other in memory, as the columns of a matrix do, become one."""
-    found: list[HeldPiece] = []
+    found: list[tuple[list[Range], torch.Tensor]] = []
     for first, values in pieces:
-        if found and _follow(found[-1].values, values):
-            ranges, before = found.pop()
-            joined = before.as_strided((len(before) + len(values),), (1,), before.storage_offset())
-            found.append(HeldPiece(_with(ranges, first, len(values)), joined))
+        if not (found and _follow(found[-1][1], values)):
+            found.append(([(first, len(values))], values))
+            continue
+        ranges, before = found.pop()
+        begin, count = ranges[-1]
+        if begin + count == first:
+            ranges[-1] = begin, count + len(values)
         else:
-            found.append(HeldPiece(((first, len(values)),), values))
-    return found
-
-
-def _with(ranges: tuple[Range, ...], first: int, count: int) -> tuple[Range, ...]:
-    last = ranges[-1]
-    if sum(last) == first:
-        return (*ranges[:-1], (last[0], last[1] + count))
-    return (*ranges, (first, count))
+            ranges.append((first, len(values)))
+        joined = before.as_strided((len(before) + len(values),), (1,), before.storage_offset())
+        found.append((ranges, joined))
+    return [HeldPiece(tuple(ranges), values) for ranges, values in found]
 
 
 def _follow(one: torch.Tensor, other: torch.Tensor) -> bool:
