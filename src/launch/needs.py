@@ -3,9 +3,9 @@
 What follows from them is counted; the rest is estimated. GiB are 2^30 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cairn.config.optimizer import BaseOptimizerConfig, StateSize
 from cairn.config.trainer import TrainerBase
@@ -25,8 +25,6 @@ UTILIZATION = 0.92
 """Share of a GPU that vLLM takes unless told otherwise."""
 AWAKE = 5 * GIB // 2
 """On a GPU of a server: CUDA's context, CUDA graphs and activations."""
-MOST = 1 << 62
-"""Larger than any number of logits."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 
@@ -118,13 +116,16 @@ def rank_need(
             their activations take no further memory, unless they are larger.
     """
     compute = footprint.width
-    parts = _STATES[config.backend](footprint, config, ranks, gpu, beside, frozen)
+    whole = _RANK_PARTS[config.backend](footprint, config, ranks, gpu, beside, frozen)
+    parts = [*whole.parts]
     rows, tokens = max(-(-config.pass_tokens // config.seq_len), config.together), config.seq_len
     shared = config.parallel.context  # by so many ranks, each of which has all tokens for a part of the heads
     kept = footprint.kept.bytes(rows, tokens) // shared
     again = footprint.layer.bytes(rows, tokens) // shared
     scored = -(-rows * tokens // (shared * config.parallel.tensor))
-    logits = min(scored * footprint.vocabulary, chunk_logits if config.backend == "fsdp2" else MOST)
+    logits = scored * footprint.vocabulary
+    if whole.scores_in_chunks:
+        logits = min(logits, chunk_logits)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
     exchanged = footprint.exchanged * rows * tokens // shared if footprint.dealt_to > 1 else 0
@@ -134,7 +135,7 @@ def rank_need(
         MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
         MemoryPart("a chunk of logits, and the head's gradient",
              logits * (8 + compute) + head * (4 + compute), counted=False),
-        MemoryPart("a layer gathered ahead", _ahead(footprint, config, ranks), counted=False),
+        MemoryPart("a layer gathered ahead", whole.ahead, counted=False),
     ]  # fmt: skip
     if gpu:
         so_far = sum(part.bytes for part in parts)
@@ -142,25 +143,31 @@ def rank_need(
     return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
 
 
-def _megatron(
-    footprint: "Footprint",
-    config: TrainerBase,
-    ranks: int,
-    gpu: bool,
-    beside: Sequence[TrainedModel],
-    frozen: Sequence["Footprint"],
-) -> list[MemoryPart]:
-    """Weights, gradients and state with megatron-core: ranks that see other samples share the state alone."""
+class _RankParts(NamedTuple):
+    """What a rank needs whatever it computes, by the backend.
+
+    ahead: bytes of a layer that is gathered while another one computes. scores_in_chunks: whether the logits
+    of some tokens are there at a time, and not those of all.
+    """
+
+    parts: list[MemoryPart]
+    ahead: int = 0
+    scores_in_chunks: bool = True
+
+
+def _megatron(footprint: "Footprint", config: TrainerBase, ranks: int, *_: object) -> _RankParts:
+    """With megatron-core: ranks that see other samples share the state alone."""
     tensor, width = config.parallel.tensor, footprint.width
     own, data = -(-footprint.elements // tensor), ranks // tensor
     shard = -(-own // data)
     state = _state(footprint, config.optimizer, shard)
-    return [
+    parts = [
         MemoryPart(f"weights, {config.precision.compute}", width * own, kept=True),
         MemoryPart("a share of the weights, float32", 0 if width == 4 else 4 * shard, kept=True),
         MemoryPart(f"gradients, {config.precision.reduce}", WIDTHS[config.precision.reduce] * own, kept=True),
         MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
     ]
+    return _RankParts(parts, scores_in_chunks=False)
 
 
 def _fsdp2(
@@ -170,8 +177,8 @@ def _fsdp2(
     gpu: bool,
     beside: Sequence[TrainedModel],
     frozen: Sequence["Footprint"],
-) -> list[MemoryPart]:
-    """Weights, gradients and state, all of them shared by all ranks, and what is gathered of the weights."""
+) -> _RankParts:
+    """With FSDP2: all ranks share weights, gradients and state, and gather weights."""
     elements = footprint.shard(ranks // config.replicas)
     trained = footprint.trained_shard(ranks // config.replicas)
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
@@ -197,7 +204,8 @@ def _fsdp2(
             MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
             for one in frozen
         ]
-    if _gathers(footprint, config, ranks):
+    ahead = 0
+    if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         layer = max(footprint.gathered) // config.parallel.tensor
         gathered = sum(footprint.gathered) // config.parallel.tensor if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
@@ -208,24 +216,12 @@ def _fsdp2(
                  compute * (gathered + staying), kept=True),
             MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
-    return parts
+        ahead = 0 if config.keep_gathered else 2 * compute * layer
+    return _RankParts(parts, ahead)
 
 
-_STATES = {"fsdp2": _fsdp2, "megatron": _megatron}
-"""What a rank needs whatever it computes, by the backend's name."""
-
-
-def _gathers(footprint: "Footprint", config: TrainerBase, ranks: int) -> bool:
-    """Whether FSDP2 gathers weights; one rank in float32 has the plain model."""
-    plain = ranks == 1 and footprint.width == WIDTHS[config.precision.reduce] == 4
-    return not plain or config.state_on == "host"
-
-
-def _ahead(footprint: "Footprint", config: TrainerBase, ranks: int) -> int:
-    """Bytes of the next layer, gathered while one computes."""
-    if config.backend != "fsdp2" or config.keep_gathered or not _gathers(footprint, config, ranks):
-        return 0
-    return 2 * footprint.width * (max(footprint.gathered) // config.parallel.tensor)
+_RANK_PARTS: dict[str, Callable[..., _RankParts]] = {"fsdp2": _fsdp2, "megatron": _megatron}
+"""By the backend's name."""
 
 
 def _held(frozen: "Footprint", config: TrainerBase, ranks: int) -> int:
