@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from runs import free_port, join, start_ranks
 from safetensors.torch import load_file
+from test_step_ranks import write
 from tiny import random_model
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.losses import Likelihood
@@ -102,17 +103,6 @@ def step(state: TrainerState, number: int) -> dict[str, float]:
     row = train_step(state, batch, number, Likelihood())
     table = state.group.gather_micros(torch.stack(logprobs)[:, None])
     return {**row, "logprobs": table.sum().item()}
-
-
-def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
-    """What a checkpoint holds of the state, in files, and the metrics of its step."""
-    group = state.group
-    folder.mkdir(exist_ok=True)
-    for stem, tensors in state.tensors().items():
-        write_tensors(folder, tensors, Path(stem).name, rank=group.rank, barrier=group.barrier)
-    if group.rank == 0:
-        (folder / "row.json").write_text(json.dumps(row))
-    group.barrier()
 
 
 def run_rank(rank: int, ports: list[int], folder: Path) -> None:

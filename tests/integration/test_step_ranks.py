@@ -575,13 +575,14 @@ def work_of(state: TrainerState) -> RankBatch:
 
 
 def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
-    """What a checkpoint holds of the state, in files, and the metrics of its step."""
+    """What a checkpoint holds of the state, in files, and the metrics of its step; all is there then."""
     group = state.group
     folder.mkdir(exist_ok=True)
     for stem, tensors in state.tensors().items():
         write_tensors(folder, tensors, Path(stem).name, rank=group.rank, barrier=group.barrier)
     if group.rank == 0:
         (folder / "row.json").write_text(json.dumps(row))
+    group.barrier()
 
 
 def publish(state: TrainerState, folder: Path) -> None:

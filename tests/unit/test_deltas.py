@@ -161,6 +161,14 @@ class Trainer:
         assert server._held.digest in (digest_of(sums), "" if self.is_whole else None)
         return staged.came
 
+    def follow(self, server: Staging, policies: int, change: float = 1e-4) -> int:
+        """Publish so many policies, and give a server each; returns the bytes of the last one."""
+        came = 0
+        for _ in range(policies):
+            self.publish(change)
+            came = self.serve(server)
+        return came
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -211,32 +219,23 @@ def test_only_what_has_changed_is_sent_and_every_bit_is_there(trainer: Trainer):
 def test_a_server_that_missed_a_policy_comes_to_the_same_bits(trainer: Trainer):
     """Over the network it is sent all of them; in files it applies what it lacks."""
     one = server(trainer)
-    for _ in range(2):
-        trainer.publish()
-        trainer.serve(one)
+    trainer.follow(one, 2)
     trainer.publish()
     trainer.publish()
     came = trainer.serve(one)
     assert came == trainer.size if trainer.transport == "network" else came < 0.4 * trainer.size
-    trainer.publish()
-    assert trainer.serve(one) < 0.2 * trainer.size
+    assert trainer.follow(one, 1) < 0.2 * trainer.size
 
 
 @either
 def test_a_new_trainer_process_sends_a_whole_policy_first(trainer: Trainer):
     one = server(trainer)
-    for _ in range(2):
-        trainer.publish()
-        trainer.serve(one)
+    trainer.follow(one, 2)
     trainer.publisher.close()
     trainer.start()
     trainer.serve(one)
-    trainer.publish()
-    assert trainer.serve(one) >= trainer.size
-    trainer.publish()
-    trainer.serve(one)
-    trainer.publish()
-    assert trainer.serve(one) < 0.2 * trainer.size
+    assert trainer.follow(one, 1) >= trainer.size
+    assert trainer.follow(one, 2) < 0.2 * trainer.size
 
 
 @either
@@ -244,9 +243,7 @@ def test_a_server_that_has_the_policies_of_another_attempt_comes_to_the_right_bi
     """After a rewind versions have numbers that the server has seen before."""
     one = server(trainer)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    for _ in range(3):
-        trainer.publish()
-        trainer.serve(one)
+    trainer.follow(one, 3)
     trainer.publisher.close()
     trainer.run.versions.clear()
     trainer.model.load_state_dict(before)
@@ -255,23 +252,17 @@ def test_a_server_that_has_the_policies_of_another_attempt_comes_to_the_right_bi
     for _ in range(3):
         trainer.publish(3e-4)
     trainer.serve(one)
-    trainer.publish(3e-4)
-    trainer.serve(one)
+    trainer.follow(one, 1, 3e-4)
 
 
 @either
 def test_a_wrong_word_in_the_server_is_noticed_and_all_is_sent(trainer: Trainer):
     """Whatever the delta is applied to: the checksums are those of the trainer's values."""
     one = server(trainer)
-    for _ in range(3):
-        trainer.publish()
-        trainer.serve(one)
+    trainer.follow(one, 3)
     next(iter(one._held.tensors.values())).view(torch.int16).view(-1)[3] ^= 1
-    trainer.publish()
-    came = trainer.serve(one)
-    assert came >= trainer.size
-    trainer.publish()
-    assert trainer.serve(one) < 0.2 * trainer.size
+    assert trainer.follow(one, 1) >= trainer.size
+    assert trainer.follow(one, 1) < 0.2 * trainer.size
 
 
 @either
@@ -303,9 +294,7 @@ def test_large_tensors_of_a_server_with_another_type_are_cast(trainer: Trainer):
 @either
 def test_the_last_policy_is_in_files_and_a_policy_that_is_no_delta_frees_the_copy(trainer: Trainer):
     one = server(trainer)
-    for _ in range(2):
-        trainer.publish()
-        trainer.serve(one)
+    trainer.follow(one, 2)
     assert one._held.nbytes == trainer.size
     trainer.publish(last=True)
     assert_same(load_file(Path(trainer.where) / "model.safetensors"), trainer.published)
