@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a configuration repeatedly through seeded disasters, and check Cairn's promises.
 
-usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--folder DIR] [--json] [-- COMMAND...]
+usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--faults F] [--folder D] [--json] [-- COMMAND]
 
 COMMAND is `sft`, `rl`, `dpo` or `reward` with any flags; it needs --ckpt.interval and should take about a
 minute. Without COMMAND, short runs of configs/reverse_text alternate: SFT on one and two ranks, LoRA, RL with
@@ -12,7 +12,9 @@ a server that is slow, silent, failing, has other weights, or is used by two run
 steps, the loss of the machine with its run directory. If COMMAND has --ckpt.remote URL, each run has its own
 prefix below that URL, which is deleted if the run kept its promises. Its result must be the
 same as without disasters; docs/recovery.md says what is checked. Run I of seed S always meets the same
-disasters (except that only root can fill a disk); repeat it with --first I --runs 1.
+disasters (except that only root can fill a disk); repeat it with --first I --runs 1. With --faults, such as
+save.copy:kill@2#1,commit.done:kill, each run meets these instead, each once, as in CAIRN_FAULT
+(docs/checkpoints.md, "Faults on demand").
 
 Prints each run and, at the end, violations and goodput (the undisturbed run's time from first to last step,
 divided by the disturbed run's). Exit code 1 if there is a violation; the folders of such runs are kept.
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, required=True, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="number of the first run (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="parallel runs (default: 1)")
+    parser.add_argument("--faults", help="faults that strike each run, instead of drawn disasters")
     parser.add_argument("--folder", help="folder for the runs (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on the last line")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="sft, rl, dpo or reward, after --")
@@ -52,7 +55,8 @@ def main() -> int:
     as_json = options.json
     chosen = {name: value for name, value in vars(options).items() if name != "json"}
     try:
-        campaign = Campaign(Options(**chosen | {"command": tuple(options.command)}))
+        faults = tuple(options.faults.split(",")) if options.faults else ()
+        campaign = Campaign(Options(**chosen | {"command": tuple(options.command), "faults": faults}))
         if not options.command:
             os.chdir(REPOSITORY)  # the paths in its configurations are relative to it
         summary = campaign.run()

@@ -2,13 +2,15 @@
 
 `CAIRN_FAULT=save.before_fsync:kill` kills the process that reaches the point of that name; `:ENOSPC`, `:EIO`
 and `:EACCES` make the call fail there as the disk would. `save.write:kill@3` strikes the third time that a
-process reaches the point. Faults are separated by commas. A restarted role inherits the setting. With
+process reaches the point, `save.write:kill@3#1` only rank 1 of the trainer, or its writer. Faults are
+separated by commas. A restarted role inherits the setting. With
 CAIRN_FAULT_ONCE=DIR a process fires a fault only if it can delete the file DIR/FAULT, such as
 DIR/save.write:kill@3, so that each fault fires once across all processes.
 """
 
 import errno
 import os
+import re
 import signal
 
 POINTS = {
@@ -50,6 +52,12 @@ POINTS = {
     "remote.uncommitted": "the uploader, when a step to delete no longer exists in the object store",
 }
 
+ON_EACH_RANK = (
+    *("trainer.batch_read", "trainer.rewind", "publish.begin"),
+    *("save.copy", "save.write", "save.before_fsync", "save.before_part"),
+)
+"""Points that every rank of the trainer reaches, or its writer."""
+
 _reached: dict[str, int] = {}
 
 
@@ -63,22 +71,32 @@ def fault_point(name: str) -> None:
     if not wanted:
         return
     assert name in POINTS, name
+    _reached[name] = _reached.get(name, 0) + 1
     for fault in wanted.split(","):
-        point, _, action = fault.partition(":")
-        action, _, count = action.partition("@")
-        if point not in POINTS or (action != "kill" and not hasattr(errno, action)):
-            raise ValueError(
-                f"CAIRN_FAULT={fault}: expected POINT:ACTION with a point of {', '.join(POINTS)}"
-            )
-        if point != name:
-            continue
-        _reached[name] = _reached.get(name, 0) + 1
-        if _reached[name] != int(count or 1) or not _may_strike(fault):
+        point, action, count, rank = parts_of(fault)
+        elsewhere = rank is not None and os.environ.get("RANK") != str(rank)
+        if point != name or _reached[name] != count or elsewhere or not _may_strike(fault):
             continue
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         number = getattr(errno, action)
         raise OSError(number, f"{os.strerror(number)} (CAIRN_FAULT={fault})")
+
+
+def parts_of(fault: str) -> tuple[str, str, int, int | None]:
+    """Point, action, on which pass, and which rank of the trainer, or None: of `POINT:ACTION@PASS#RANK`.
+
+    Raises:
+        ValueError: it is no fault.
+    """
+    found = re.fullmatch(r"([\w.]+):(\w+)(?:@([1-9]\d*))?(?:#(\d+))?", fault)
+    point, action, count, rank = found.groups() if found else ("", "", None, None)
+    if point not in POINTS or (action != "kill" and not hasattr(errno, action)):
+        expected = f"expected POINT:ACTION with a point of {', '.join(POINTS)}"
+        raise ValueError(f"CAIRN_FAULT={fault}: {expected}")
+    if rank is not None and point not in ON_EACH_RANK:
+        raise ValueError(f"CAIRN_FAULT={fault}: #{rank} is for points that each rank of the trainer reaches")
+    return point, action, int(count or 1), None if rank is None else int(rank)
 
 
 def _may_strike(fault: str) -> bool:

@@ -1,66 +1,141 @@
-"""A seed of the chaos harness, through the script that users run, of RL or SFT; with -m soak, all of them.
+"""The chaos harness, through the script that users run: seeds of it, and kills of ranks in each layout.
 
-Each kind of disaster has tests of its own in test_fault_points.py, test_restart.py, test_remote.py and
-test_durability.py.
+A commit has one of all of these, which its hash decides; with -m soak, all seeds run, and every layout goes
+through every fault point. Each kind of disaster has tests of its own in test_fault_points.py, test_restart.py,
+test_remote.py and test_durability.py.
 """
 
 import json
+import random
 import re
 import statistics
 from pathlib import Path
 
 import draws
 import pytest
-from runs import CONFIGS, Shell
+from families import make
+from runs import CONFIGS, Shell, free_port
 from stores import s3_server
+
+from cairn.run.faults import ON_EACH_RANK, POINTS
 
 pytestmark = pytest.mark.timeout(900)
 
+SFT = ("sft", "@", f"{CONFIGS}/sft.toml")
 RL = ("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
-RL = (*RL, "--orchestrator.prompts-per-step", 4, "--max-steps", 8)
-SFT = ("sft", "@", f"{CONFIGS}/sft.toml", "--max-steps", 10)
-LAYOUTS = {
-    "SFT, power cut": (),
-    **{f"SFT, {axis}": ("--workers", 2, f"--parallel.{axis}", 2) for axis in ("context", "tensor")},
-}
+RL = (*RL, "--orchestrator.prompts-per-step", 4)
+RL_ALONE = ("rl", "@", f"{CONFIGS}/rl.toml", "--orchestrator.prompts-per-step", 4)
+KEEP = ("--ckpt.interval", 2, "--ckpt.keep-last", 2)
 CAMPAIGNS = {
     # As root: another run's weights, a power cut, SIGTERM to all processes.
     "RL, power cut": (1870, 2, 1),
     # As root: its trainer is killed, a power cut, a disk that can only be read.
-    **dict.fromkeys(LAYOUTS, (1095, 0, 1)),
+    "SFT, power cut": (1095, 0, 1),
     "RL, torn ledger": (1870, 1, 1),
     "RL, new": (draws.seed(__name__), 0, 6),
 }
 """Seed, first run and number of runs."""
-IN_A_COMMIT = draws.cases(["RL, power cut", *LAYOUTS], __name__, 1)
+LAYOUTS = {
+    "replicas": (4, ("replicas", 2)),
+    "context": (2, ("parallel.context", 2)),
+    "tensor": (2, ("parallel.tensor", 2)),
+    "experts": (2, ("parallel.expert", 2)),
+    "experts, replicas": (4, ("parallel.expert", 2, "replicas", 2)),
+    "experts, context": (2, ("parallel.expert", 2, "parallel.context", 2)),
+}
+"""The ranks of the trainer, and how they are laid out."""
+KILLS = [(kind, layout) for layout in LAYOUTS for kind in ("SFT", "RL")]
+FREE = [one for one in KILLS if one[0] == "SFT" or "experts" not in one[1]]
+"""Those that need no server of their own."""
+DRAWN = random.Random(draws.seed(__name__)).choice(["RL, power cut", "SFT, power cut", *FREE])
+"""What a commit has of all."""
+FEW = 3
+"""Fault points on the way of a run in a commit."""
+ELSEWHERE = ("orchestrator.turn", "orchestrator.call", "trainer.rewind")
+"""Points that these runs don't reach: test_killed_programs.py, tests/unit/test_rewinds.py."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *IN_A_COMMIT,
+        pytest.param("RL, power cut", marks=() if DRAWN == "RL, power cut" else pytest.mark.soak),
+        pytest.param("SFT, power cut", marks=() if DRAWN == "SFT, power cut" else pytest.mark.soak),
         pytest.param("RL, torn ledger", marks=pytest.mark.soak),
         pytest.param("RL, new", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
 )
 def test_runs_keep_their_promises_through_disasters(shell: Shell, request: pytest.FixtureRequest, name: str):
-    """Short runs: of RL beside a server, of SFT also on ranks that share rows or layers."""
-    (seed, first, runs), command = CAMPAIGNS[name], (*SFT, *LAYOUTS.get(name, ()))
+    """Short runs: of RL beside a server, of SFT."""
+    (seed, first, runs), command = CAMPAIGNS[name], (*SFT, "--max-steps", 10)
     if name.startswith("RL"):
-        command = (*RL, "--orchestrator.inference-url", request.getfixturevalue("server").url)
-    command = (*command, "--ckpt.interval", 2, "--ckpt.keep-last", 2)
-    arguments = ("scripts/chaos.py", "--seed", seed, "--first", first, "--runs", runs, "--json")
-    with shell.start("python", *arguments, "--", *command) as harness:
-        finished = harness.finish(300 + 300 * runs)
-    assert finished.code == 0, finished.output
-    summary = json.loads(finished.output.splitlines()[-1])
-    assert summary["violations"] == []
-    assert summary["runs"] == finished.output.count("kept its promises") == runs
+        url = ("--orchestrator.inference-url", request.getfixturevalue("server").url)
+        command = (*RL, "--max-steps", 8, *url)
+    arguments = ("--seed", seed, "--first", first, "--runs", runs, "--json", "--", *command, *KEEP)
+    summary, output = strike(shell, *arguments, deadline=300 + 300 * runs)
+    assert summary["runs"] == output.count("kept its promises") == runs
     assert sum(summary["kills"].values()) >= runs
-    scores = [float(score) for score in re.findall(r"kept its promises, goodput (\S+)", finished.output)]
+    scores = [float(score) for score in re.findall(r"kept its promises, goodput (\S+)", output)]
     assert len(scores) == runs
     assert summary["goodput"] == pytest.approx(statistics.fmean(scores), abs=0.01)
     assert summary["goodput"] > 0
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("kind", "layout", "points"),
+    [
+        *([(*DRAWN, FEW)] if DRAWN in KILLS else []),
+        *(pytest.param(*one, None, marks=pytest.mark.soak) for one in KILLS),
+    ],
+)
+def test_a_rank_killed_at_any_point_in_any_layout(
+    shell: Shell, request: pytest.FixtureRequest, tmp_path: Path, kind: str, layout: str, points: int | None
+):
+    """And a writer, and the orchestrator: one after the other in one run, which arrives at the same bits.
+
+    `points`: how many, which the commit decides; None: all that the run reaches.
+    """
+    ranks, how = LAYOUTS[layout]
+    section, command = "trainer." if kind == "RL" else "", SFT
+    if kind == "RL" and "experts" in layout:  # servers of other models are not shared with other tests
+        command = (*RL_ALONE, "--inference.port", free_port())
+    elif kind == "RL":
+        command = (*RL, "--orchestrator.inference-url", request.getfixturevalue("server").url)
+    command += (f"--{section}workers", ranks)
+    command += tuple(value if isinstance(value, int) else f"--{section}{value}" for value in how)
+    if "experts" in layout:
+        command += ("--model.name", make("qwen3_moe", tmp_path / "model"))
+    faults = draw_faults(kind, ranks, points)
+    # A pass that is waited for is one of the next two, and each fault sets the run back by two saves at most.
+    command += ("--max-steps", 4 * len(faults) + 4, "--max-restarts", len(faults))
+    command += ("--ckpt.interval", 1, "--ckpt.keep-last", 2)
+    arguments = ("--seed", 0, "--runs", 1, "--json", "--faults", ",".join(faults), "--", *command)
+    summary, output = strike(shell, *arguments, deadline=2400)
+    assert summary["missed"] == 0, output
+    assert sum(summary["kills"].values()) == len(faults)
+
+
+def draw_faults(kind: str, ranks: int, number: int | None) -> list[str]:
+    """Kills at all points that such a run reaches, or at some; which rank, and on which pass, is drawn."""
+    there = ("save.", "commit.", "retention.")
+    if kind == "RL":
+        there += ("trainer.", "publish.", "orchestrator.")
+    reached = [point for point in POINTS if point.startswith(there) and point not in ELSEWHERE]
+    reached = [point for point in reached if kind == "RL" or not point.startswith("orchestrator.")]
+    chance = random.Random(draws.seed(f"{__name__} {kind} {ranks}"))
+    chosen = reached if number is None else chance.sample(reached, number)
+    struck = [f"#{chance.randrange(ranks)}" if point in ON_EACH_RANK else "" for point in chosen]
+    return [f"{p}:kill@{chance.randint(1, 2)}{rank}" for p, rank in zip(chosen, struck, strict=True)]
+
+
+def strike(shell: Shell, *arguments: object, deadline: float) -> tuple[dict, str]:
+    """Run the harness, which must find no violation; returns its summary and all its output."""
+    with shell.start("python", "scripts/chaos.py", *arguments) as harness:
+        finished = harness.finish(deadline)
+    assert finished.code == 0, finished.output
+    summary = json.loads(finished.output.splitlines()[-1])
+    assert summary["violations"] == []
+    return summary, finished.output
 
 
 @pytest.mark.soak

@@ -244,7 +244,11 @@ def test_a_writer_never_outlives_its_trainer(step: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "value", ["save.write", "save.wirte:kill", "save.write:EWHAT", ":kill", "save.write:"]
+    "value",
+    [
+        *("save.write", "save.wirte:kill", "save.write:EWHAT", ":kill", "save.write:", "save.write:kill@0"),
+        *("save.write:kill@1#", "save.write:kill#one", "commit.done:kill#1"),
+    ],
 )
 def test_a_fault_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str):
     """A mistyped CAIRN_FAULT must not pass for a run without faults."""
@@ -265,6 +269,18 @@ def test_a_fault_strikes_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(faults, "_reached", {})  # as in the next process
     fault_point("commit.done")
     fault_point("save.begin")
+
+
+def test_a_fault_of_a_rank_strikes_no_other(monkeypatch: pytest.MonkeyPatch):
+    """Each rank counts how often it reaches a point, whatever strikes there."""
+    monkeypatch.delenv("CAIRN_FAULT_ONCE", raising=False)
+    monkeypatch.setenv("CAIRN_FAULT", "save.copy:EIO#1,save.copy:ENOSPC@2,save.copy:EACCES@3#0")
+    for rank, errors in {"0": [None, "ENOSPC", "EACCES"], "1": ["EIO", "ENOSPC", None]}.items():
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(faults, "_reached", {})
+        for error in errors:
+            with pytest.raises(OSError, match=error) if error else contextlib.nullcontext():
+                fault_point("save.copy")
 
 
 def test_without_the_switch_nothing_happens(monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.faults import parts_of
 from cairn.run.seeds import derive
 from cairn.tools.chaos.bench import Bench
 from cairn.tools.chaos.plan import Disaster, draw
@@ -31,6 +32,8 @@ class Options:
     folder: str | None = None
     command: tuple[str, ...] = ()
     """Empty: short runs of configs/reverse_text alternate."""
+    faults: tuple[str, ...] = ()
+    """What strikes each run instead of drawn disasters, as in CAIRN_FAULT."""
 
 
 class Campaign:
@@ -45,6 +48,11 @@ class Campaign:
         self.options = options
         self.folder = Path(options.folder).absolute() if options.folder else scratch("chaos_")
         self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for fault in options.faults:
+                parts_of(fault)
+        except ValueError as error:
+            raise UsageError(f"--faults: {error}") from None
         if any(self.folder.iterdir()):
             raise UsageError(f"--folder {options.folder}: must be empty or not exist")
         self.violations: list[dict[str, Any]] = []
@@ -91,7 +99,8 @@ class Campaign:
             task = bench.task(run)
             calm = task.calm or self._calm(bench, task)
             chance = random.Random(derive(self.options.seed, "chaos", run))
-            plan = draw(chance, task.setting)
+            given = [Disaster("fault", fault) for fault in self.options.faults]
+            plan = given or draw(chance, task.setting)
             result = ChaosRun(task, plan, self.folder / f"run_{run}", chance).go()
         finally:
             self._benches.put(bench)
@@ -125,7 +134,8 @@ class Campaign:
             lines.append(f"  {disaster}" + (" (missed)" if disaster in result.missed else ""))
         lines += [f"  VIOLATION: {violation}" for violation in result.violations]
         if result.violations:
-            own = [f"-- {shlex.join(self.options.command)}"] if self.options.command else []
+            own = [f"--faults {','.join(self.options.faults)}"] if self.options.faults else []
+            own += [f"-- {shlex.join(self.options.command)}"] if self.options.command else []
             again = [
                 "scripts/chaos.py",
                 "--seed",

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from cairn.run.faults import POINTS
+from cairn.run.faults import ON_EACH_RANK, POINTS
 
 DISK = ("ENOSPC", "EIO")
 PAUSE_SECONDS = (0.3, 2.5)
@@ -176,4 +176,6 @@ def _draw_fault(chance: random.Random, setting: ChaosSettings) -> str:
         "save.copy",
     )
     action = chance.choice(DISK) if on_disk and chance.random() < 0.3 else "kill"
-    return f"{point}:{action}@{chance.randint(1, most)}"
+    count = chance.randint(1, most)
+    rank = f"#{chance.randrange(setting.ranks)}" if setting.ranks > 1 and point in ON_EACH_RANK else ""
+    return f"{point}:{action}@{count}{rank}"
