@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Run a configuration repeatedly through seeded disasters, and check Cairn's promises.
 
-usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--faults F] [--folder D] [--json] [-- COMMAND]
+usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--faults F] [--folder DIR]
+       [--json] [-- COMMAND]
 
 COMMAND is `sft`, `rl`, `dpo` or `reward` with any flags; it needs --ckpt.interval and should take about a
 minute. Without COMMAND, short runs of configs/reverse_text alternate: SFT on one and two ranks, LoRA, RL with
@@ -37,7 +38,7 @@ def main() -> int:
     """Run the command; returns the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores SIGINT
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], usage=__doc__.split("usage: ")[1].splitlines()[0]
+        description=__doc__.partition("\n\n")[0], usage=__doc__.split("usage: ")[1].partition("\n\n")[0]
     )
     parser.add_argument("--seed", type=int, required=True, help="seed of the disasters")
     parser.add_argument("--runs", type=int, required=True, help="number of runs")

@@ -1,8 +1,8 @@
 """The chaos harness, through the script that users run: seeds of it, and kills of ranks in each layout.
 
 A commit has one of all of these, which its hash decides; with -m soak, all seeds run, and every layout goes
-through every fault point. Each kind of disaster has tests of its own in test_fault_points.py, test_restart.py,
-test_remote.py and test_durability.py.
+through every fault point. Each kind of disaster has tests of its own in test_fault_points.py,
+test_restart.py, test_remote.py and test_durability.py.
 """
 
 import json
