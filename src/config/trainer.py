@@ -208,8 +208,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             return f"task {self.task}, which {self.on_megatron}, does not go"
         if self.parallel.context > 1:
             return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
-        if self.parallel.expert > 1:
-            return f"parallel.expert = {self.parallel.expert}, which is for mixtures of experts, does not go"
         if self.optimizer.type != "adamw":
             return f"optimizer.type = {self.optimizer.type!r} does not go: its optimiser shards AdamW's state"
         if self.attention not in ("auto", "dense"):
@@ -222,7 +220,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             "activation_checkpointing": self.activation_checkpointing,
             "keep_gathered": self.keep_gathered is not None,
             "state_on": self.state_on != "device",
-            "router_aux_coef": bool(self.router_aux_coef),
         }
         return next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
 

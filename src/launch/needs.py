@@ -158,8 +158,9 @@ class _RankParts(NamedTuple):
 def _megatron(footprint: "Footprint", config: TrainerBase, ranks: int, *_: object) -> _RankParts:
     """With megatron-core: ranks that see other samples share the state alone."""
     tensor, width = config.parallel.tensor, footprint.width
-    own, data = -(-footprint.elements // tensor), ranks // tensor
-    shard = -(-own // data)
+    dense, data = footprint.elements - footprint.experts, ranks // tensor
+    own = -(-dense // tensor) + footprint.experts // footprint.dealt_to
+    shard = -(-footprint.elements // (tensor * data))
     state = _state(footprint, config.optimizer, shard)
     parts = [
         MemoryPart(f"weights, {config.precision.compute}", width * own, kept=True),

@@ -29,8 +29,18 @@ class Balance:
         coefficient: the loss's weight; with 0 nothing is computed.
     """
 
-    def __init__(self, model: PreTrainedModel, coefficient: float, context: Axis = NO_AXIS):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        coefficient: float,
+        context: Axis = NO_AXIS,
+        kind: type[torch.nn.Module] | None = None,
+    ):
         """Find transformers' function for the model; ranks of `context` share the tokens of each row.
+
+        Args:
+            model: takes `output_router_logits`, and gives `router_logits`, as transformers' models do.
+            kind: transformers' class of it; default: its own.
 
         Raises:
             UsageError: the model has no routers, or none that transformers computes the loss of.
@@ -39,7 +49,7 @@ class Balance:
         self._model, self._context = model, context
         self._router_logits: tuple[torch.Tensor, ...] = ()
         if coefficient:
-            self._of = _loss_function(model)
+            self._of = _loss_function(kind or type(model))
             config = model.config.get_text_config()
             top = getattr(model, "num_experts_per_tok", None) or getattr(config, "num_experts_per_tok", None)
             if self._of is None or top is None:
@@ -112,9 +122,9 @@ def _ask_for_logits(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -
     return args, {**kwargs, "output_router_logits": True}
 
 
-def _loss_function(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
+def _loss_function(kind: type[torch.nn.Module]) -> Callable[..., torch.Tensor] | None:
     """The function of the model's file in transformers; FSDP2 puts a class of its own before the model's."""
-    for kind in type(model).__mro__:
-        if found := getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None):
+    for one in kind.__mro__:
+        if found := getattr(sys.modules[one.__module__], "load_balancing_loss_func", None):
             return found
     return None

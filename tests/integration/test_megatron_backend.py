@@ -12,7 +12,7 @@ from runs import free_port, join, start_ranks
 from safetensors.torch import load_file
 from test_step_ranks import write
 from tiny import random_model
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
@@ -38,6 +38,9 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZE),
 }
+EXPERTS = Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+DENSE = tuple(MODELS)
+MODELS["qwen3_moe"] = EXPERTS
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,37 @@ class Layout:
     backend: str = "megatron"
     how: dict[str, int] = field(default_factory=dict)
     compute: str = "float32"
+    models: tuple[str, ...] = DENSE
 
 
 LAYOUTS = {
-    "one": Layout(1, "fsdp2"),
-    "data": Layout(2),
+    "one": Layout(1, "fsdp2", models=tuple(MODELS)),
+    "data": Layout(2, models=tuple(MODELS)),
     "tensor": Layout(2, how={"tensor": 2}),
     "both": Layout(4, how={"tensor": 2}),
+    "experts": Layout(2, how={"expert": 2}, models=("qwen3_moe",)),
+    "experts and data": Layout(4, how={"expert": 2}, models=("qwen3_moe",)),
+    "experts, fsdp2": Layout(2, "fsdp2", {"expert": 2}, models=("qwen3_moe",)),
     "one, rounded": Layout(1, "fsdp2", compute="bfloat16"),
     "tensor, rounded": Layout(2, how={"tensor": 2}, compute="bfloat16"),
 }
-EXACT = [name for name, one in LAYOUTS.items() if one.backend == "megatron" and one.compute == "float32"]
-GOES_ON = [("tensor", "one"), ("one", "tensor"), ("both", "data"), ("data", "both")]
+EXACT = [
+    (name, model)
+    for name, one in LAYOUTS.items()
+    if one.backend == "megatron" and one.compute == "float32"
+    for model in one.models
+]
+GOES_ON = [
+    *[("tensor", "one"), ("one", "tensor"), ("both", "data"), ("data", "both")],
+    *[("experts", "one"), ("one", "experts"), ("experts, fsdp2", "experts and data")],
+    ("experts", "experts, fsdp2"),
+]
 """Layouts, and those whose steps they go on from."""
+
+
+def both_have(layout: str, source: str) -> list[str]:
+    """The models that two layouts train."""
+    return [model for model in LAYOUTS[layout].models if model in LAYOUTS[source].models]
 
 
 LENGTHS = (20, 14, 9, 24, 5)
@@ -87,6 +108,7 @@ def start(layout: Layout, group, folder: Path) -> TrainerState:
         precision={"compute": layout.compute},
         optimizer={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         seq_len=24,
+        router_aux_coef=0.05 if folder.name == "qwen3_moe" else None,
     )
     policy = make_policy(folder, config, group)
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
@@ -113,7 +135,7 @@ def run_rank(rank: int, ports: list[int], folder: Path) -> None:
         if rank >= layout.ranks:
             continue
         group = join(rank, layout.ranks, port, backend=layout.backend, **layout.how)
-        for model in MODELS:
+        for model in both_have(name, source or name):
             state = start(layout, group, folder / model)
             if source is None:
                 for number in (1, 2):
@@ -148,13 +170,14 @@ def row_of(folder: Path) -> dict[str, float]:
     return json.loads((folder / "row.json").read_text())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", EXACT)
+@pytest.mark.parametrize(("layout", "model"), EXACT)
 def test_any_ranks_make_the_steps_of_one(found: Path, layout: str, model: str):
-    """Their logprobs, losses, norms, weights and moments, up to rounding in another order."""
+    """Their logprobs, losses, norms, weights and moments, up to rounding in another order; of experts, the
+    loss of their balance as well."""
     for number in (1, 2):
         ours, right = (found / f"{model} {which} after {number}" for which in (layout, "one"))
         assert row_of(ours) == pytest.approx(row_of(right), rel=1e-5)
+        assert ("router_balance" in row_of(ours)) == (model == "qwen3_moe")
         for stem in ("model", "optimizer"):
             tensors, expected = (load_file(where / f"{stem}.safetensors") for where in (ours, right))
             assert list(tensors) == list(expected)
@@ -162,8 +185,9 @@ def test_any_ranks_make_the_steps_of_one(found: Path, layout: str, model: str):
                 torch.testing.assert_close(tensors[name], values, atol=2e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("layout", "source"), GOES_ON)
+@pytest.mark.parametrize(
+    ("layout", "source", "model"), [(*pair, model) for pair in GOES_ON for model in both_have(*pair)]
+)
 def test_a_step_of_one_layout_is_gone_on_from_in_another(found: Path, layout: str, source: str, model: str):
     """What was saved is loaded byte for byte, and the next step is that of a run that was never stopped."""
     saved, loaded = found / f"{model} {source} after 1", found / f"{model} {layout} has loaded {source}"
@@ -173,7 +197,7 @@ def test_a_step_of_one_layout_is_gone_on_from_in_another(found: Path, layout: st
     assert row_of(after) == pytest.approx(row_of(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DENSE)
 def test_weights_in_bfloat16_have_masters_in_float32(found: Path, model: str):
     """They change by steps that bfloat16 could not hold, and as FSDP2's do, up to its rounding."""
     ours, right = (found / f"{model} {which} after 2" for which in ("tensor, rounded", "one, rounded"))

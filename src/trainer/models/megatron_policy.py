@@ -47,11 +47,14 @@ class MegatronPolicy(Trained):
         inner = make_distributed(module, config.optimizer)
         super().__init__(module, inner)  # pyright: ignore[reportArgumentType] (what is asked of it, it has)
         self._layout = layout_of(self.module)
-        self._names = {parameter: name for name, parameter in module.gpt.named_parameters()}
         self._steps: dict[str, torch.Tensor] = {}
         """How often each tensor of transformers' model has been changed, as checkpoints hold it."""
         self._parts: dict[str, dict[str, Scattered]] = {}
         """Where the values of weights and moments are, once that has been found out."""
+
+    @property
+    def kind(self) -> type[torch.nn.Module]:
+        return self._model.kind
 
     def begin(self, folder: Path) -> None:
         super().begin(folder)
@@ -143,8 +146,8 @@ class MegatronPolicy(Trained):
                 values = shard.values if kind == "weights" else self.optimizer.state[shard.values][kind]
                 shards.append(shard._replace(values=values.detach().view(-1)))
             like = torch.empty(0, dtype=torch.float32, device=self._model.device)
-            shapes = self._layout.shapes
-            self._parts[kind] = scattered(shards, shapes, self._model.config, self._model.tensor, like)
+            about = self._model.config
+            self._parts[kind] = scattered(shards, about, self._layout, self._model.tensor, like)
         return self._parts[kind]
 
     def _shards(self) -> list[Shard]:
@@ -159,7 +162,7 @@ class MegatronPolicy(Trained):
             flat = zip(itertools.chain(*parameters), itertools.chain(*shards), strict=True)
             for parameter, shard in flat:
                 begin = of._get_model_param_range_map(parameter)["param"].start
-                found.append(Shard(self._names[parameter], parameter, begin, shard))
+                found.append(Shard(self._model.names[parameter], parameter, begin, shard))
         return found
 
 
@@ -202,7 +205,7 @@ class MegatronScorer:
         """
         tokens = micro.input_ids.flatten()[micro.learned]
         with without_gpu(micro.input_ids.device):
-            logits = self.model(micro)
+            logits = self.model(micro).logits
             if entropies:
                 whole = gather_from_tensor_model_parallel_region(logits)
                 both = entropy.of_logits(whole, tokens, temperature)

@@ -57,6 +57,11 @@ class Trained:
     served_stem: ClassVar[str] = "model"
     """Of the files in which servers get it."""
 
+    @property
+    def kind(self) -> type[torch.nn.Module]:
+        """transformers' class of the model, or one that extends it."""
+        return type(self.module)
+
     def begin(self, folder: Path) -> None:
         """Take the weights that a run starts from; the policy's are in `folder`. All ranks call it."""
         read_tensors(folder, self.loaded(folder), "model")

@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 
 from cairn.run.errors import UsageError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""transformers' `model_type` of the models that are trained with it; dense ones."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""transformers' `model_type` of the models that are trained with it."""
 INSTALL = "uv sync --inexact --group megatron"
 """The command that installs it."""
 
@@ -54,6 +54,18 @@ def problem_of(about: PreTrainedConfig, tensor: int) -> str | None:
         "rope_parameters": rope.get("rope_type", "default") != "default"
         or rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
+    if has_experts(about):
+        if tensor > 1:
+            return (
+                f"parallel.tensor = {tensor} cuts experts with sequence parallelism alone, which was not "
+                "tried; parallel.expert deals them out"
+            )
+        wrong |= {
+            "mlp_only_layers": bool(of.mlp_only_layers),
+            "decoder_sparse_step": of.decoder_sparse_step != 1,
+            # Weights of routing that are 1 whatever the router says.
+            "num_experts_per_tok": of.norm_topk_prob and of.num_experts_per_tok == 1,
+        }
     for name, is_wrong in wrong.items():
         if is_wrong:
             return f"{name} = {getattr(of, name)!r} in its config.json is not mapped to megatron-core"
@@ -69,9 +81,25 @@ def problem_of(about: PreTrainedConfig, tensor: int) -> str | None:
     return None
 
 
+def has_experts(about: PreTrainedConfig) -> bool:
+    """Whether a token passes through some of several experts."""
+    return about.model_type == "qwen3_moe"
+
+
 def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:
     """Arguments of megatron-core's TransformerConfig that say which model it is."""
     of: Any = about
+    experts: dict[str, Any] = {}
+    if has_experts(about):
+        experts = {
+            "num_moe_experts": of.num_experts,
+            "moe_ffn_hidden_size": of.moe_intermediate_size,
+            "moe_router_topk": of.num_experts_per_tok,
+            # Probabilities of all experts, or those of the chosen ones alone, which add up to 1.
+            "moe_router_pre_softmax": not of.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+        }
     return {
         "num_layers": of.num_hidden_layers,
         "hidden_size": of.hidden_size,
@@ -81,10 +109,11 @@ def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:
         "kv_channels": getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads,
         "layernorm_epsilon": of.rms_norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": of.model_type == "qwen3",
+        "qk_layernorm": of.model_type in ("qwen3", "qwen3_moe"),
         "add_qkv_bias": of.model_type == "qwen2",
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **experts,
     }

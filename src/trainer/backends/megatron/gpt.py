@@ -1,13 +1,14 @@
 """megatron-core's GPT model of a Hugging Face configuration, and the optimiser that shards its state.
 
 Layers are those of megatron-core's local specification, whose attention keeps the samples of a row apart by
-a mask of all pairs of tokens.
+a mask of all pairs of tokens. Tokens travel to their experts in an all-to-all, and none is dropped.
 """
 
 # megatron-core is an optional dependency, without types.
 # pyright: reportMissingImports=false
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
@@ -33,7 +37,7 @@ from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.backends.megatron.families import arguments_of
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
-from cairn.trainer.group import RankGroup
+from cairn.trainer.group import Axis, RankGroup
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import MicroBatch
 
@@ -53,6 +57,7 @@ def join_ranks(group: RankGroup) -> None:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         group.tensor.size,
+        expert_model_parallel_size=group.expert.size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(group.patience.total_seconds() // 60)),
     )
@@ -84,12 +89,15 @@ class MegatronModel(torch.nn.Module):
         precision = config.precision.settled(gpu=group.device.type == "cuda")
         compute = DTYPES_IN_SETTINGS[precision.compute]
         self.config, self.device, self.tensor = about, group.device, group.tensor
+        self.kind = type(outline)
+        """transformers' class of the model."""
         self.head_in_float32 = precision.head == "float32"
         kind = arguments_of(about)
         settings = TransformerConfig(
             **kind,
             activation_func=torch.nn.functional.silu,
             tensor_model_parallel_size=group.tensor.size,
+            expert_model_parallel_size=group.expert.size,
             params_dtype=compute,
             bf16=compute == torch.bfloat16,
             attention_softmax_in_fp32=True,
@@ -106,18 +114,30 @@ class MegatronModel(torch.nn.Module):
         )
         rope: dict[str, Any] = getattr(about, "rope_parameters", None) or {}
         tied = bool(getattr(about, "tie_word_embeddings", False))
+        layer: Any = get_gpt_layer_local_spec(
+            num_experts=kind.get("num_moe_experts"),
+            qk_layernorm=kind["qk_layernorm"],
+            normalization="RMSNorm",
+        )
+        if "num_moe_experts" in kind:
+            layer.submodules.mlp.submodules.router = Router
         with without_gpu(group.device):
             gpt = GPTModel(
                 config=settings,
-                transformer_layer_spec=get_gpt_layer_local_spec(
-                    qk_layernorm=kind["qk_layernorm"], normalization="RMSNorm"
-                ),
+                transformer_layer_spec=layer,
                 vocab_size=about.vocab_size,
                 max_sequence_length=config.seq_len,
                 position_embedding_type="rope",
                 rotary_base=rope.get("rope_theta", 10000.0),
                 share_embeddings_and_output_weights=tied,
             ).to(group.device, compute)  # norms are made in float32
+            if "num_moe_experts" in kind and group.device.type == "cpu":
+                for block in gpt.decoder.layers:
+                    own: Any = block.mlp
+                    groups = get_default_pg_collection()
+                    own.token_dispatcher = Sender(
+                        own.num_local_experts, own.local_expert_indices, settings, groups
+                    )
             for module in gpt.modules():  # which megatron-core notes only where it draws initial values
                 if type(module) in CUT and module.weight is not None:
                     set_tensor_model_parallel_attributes(module.weight, True, CUT[type(module)], 1)
@@ -126,12 +146,18 @@ class MegatronModel(torch.nn.Module):
             )
             ddp = DistributedDataParallel(settings, how, gpt)
         self.gpt: Any = gpt
+        self.names = names_of(gpt, group.expert)
+        """megatron-core's of its parameters, with the numbers of layers and experts in the whole model."""
         self.__dict__["ddp"] = ddp  # has `gpt` as a module of its own
         self.distributed: Any = None
 
-    def forward(self, micro: MicroBatch) -> torch.Tensor:
-        """This rank's part of the vocabulary's logits, where the next token is learned: [L, V / ranks]."""
+    def forward(self, micro: MicroBatch, *, output_router_logits: bool = False) -> "Outputs":
+        """This rank's part of the vocabulary's logits, and the routers' logits if they are asked for."""
         found: list[torch.Tensor] = []
+        routed: list[torch.Tensor] = []
+
+        def route(router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            routed.append(router.gating(inputs[0]).transpose(0, 1).flatten(0, 1))
 
         def select(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
             hidden = inputs[0].transpose(0, 1).flatten(0, 1)[micro.learned - 1]
@@ -147,6 +173,9 @@ class MegatronModel(torch.nn.Module):
             self.gpt.embedding.word_embeddings.register_forward_hook(look_up),
             self.gpt.output_layer.register_forward_pre_hook(select),
         ]
+        if output_router_logits:
+            routers = [layer.mlp.router for layer in self.gpt.decoder.layers]
+            hooks += [router.register_forward_pre_hook(route) for router in routers]
         try:
             self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
         finally:
@@ -157,7 +186,63 @@ class MegatronModel(torch.nn.Module):
         hidden = found[0]
         if self.head_in_float32:
             hidden, weight = hidden.float(), weight.float()
-        return torch.nn.functional.linear(hidden, weight)
+        return Outputs(torch.nn.functional.linear(hidden, weight), tuple(routed))
+
+
+class Router(TopKRouter):
+    """megatron-core's router of tokens to experts, with logits computed as in transformers' models.
+
+    Its own function for that takes TransformerEngine.
+    """
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """The logits of all experts: [T, R, experts], of hidden states [T, R, H]."""
+        return torch.nn.functional.linear(input, self.weight)
+
+
+class Sender(MoEAlltoAllTokenDispatcher):
+    """What sends tokens to the ranks that have their experts, on a CPU.
+
+    An all-to-all wants counts as numbers, and megatron-core fetches them from a GPU alone.
+    """
+
+    def token_dispatch(
+        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> Any:
+        """Send hidden states [tokens, H], and their weights of routing [tokens]."""
+        for name in ("input_splits", "output_splits"):
+            if isinstance(counts := getattr(self, name), torch.Tensor):
+                setattr(self, name, counts.tolist())
+        return super().token_dispatch(permutated_local_input_tokens, permuted_probs)
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives.
+
+    logits: of this rank's part of the vocabulary, where the next token is learned, [L, V / ranks].
+    router_logits: of each layer, [R * T, experts], in the order of the tokens, as transformers' models give
+    them; none unless they are asked for.
+    """
+
+    logits: torch.Tensor
+    router_logits: tuple[torch.Tensor, ...]
+
+
+def names_of(gpt: GPTModel, expert: Axis) -> dict[torch.nn.Parameter, str]:
+    """Names of the parameters on this rank, which itself counts its own layers and experts from 0."""
+
+    def whole(name: str) -> str:
+        if found := _OF_EXPERT.fullmatch(name):
+            before, number, after = found.groups()
+            of_layer: Any = gpt.get_submodule(before)
+            first = expert.rank * of_layer.num_local_experts
+            return f"{before}.experts.{first + int(number)}.{after}"
+        return name
+
+    return {parameter: whole(name) for name, parameter in gpt.named_parameters()}
+
+
+_OF_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 
 
 def hidden_pairs(micro: MicroBatch) -> torch.Tensor:
@@ -181,8 +266,11 @@ def make_distributed(model: MegatronModel, config: BaseOptimizerConfig) -> torch
     how = OptimizerConfig(
         use_distributed_optimizer=True, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32
     )
-    inner = make_optimizer(model.gpt.named_parameters(), config)
+    inner = make_optimizer(((name, parameter) for parameter, name in model.names.items()), config)
     ddp = model.__dict__["ddp"]
+    # Which ranks have shards of a buffer the buffer itself knows: of experts, those that have the same ones.
+    # The numbers would be those of parts of the model on this rank.
+    buffers = {0: ddp.buffers, 1: ddp.expert_parallel_buffers}
     with without_gpu(model.device):
         model.distributed = DistributedOptimizer(
             inner,
@@ -190,7 +278,7 @@ def make_distributed(model: MegatronModel, config: BaseOptimizerConfig) -> torch
             grad_scaler=nothing,
             init_state_fn=nothing,
             model_chunks=[ddp],
-            per_model_buffers={0: ddp.buffers},
+            per_model_buffers=buffers,
             data_parallel_group=groups.get_data_parallel_group(with_context_parallel=True),
             data_parallel_group_gloo=None,
             data_parallel_group_idx=groups.get_model_parallel_group().rank(),

@@ -7,7 +7,7 @@ rank holds of a tensor of transformers' model are therefore pieces of several su
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from cairn.checkpoint.tensors.placement import HeldPiece, Range, Scattered
 from cairn.formats.megatron.megatron_names import parse, rows_of
 from cairn.model.architectures import ModelTensor, architecture_of, sizes_of
+from cairn.model.hub_layout import Layout
 from cairn.trainer.backends.megatron.families import FAMILIES
 from cairn.trainer.group import Axis
 
@@ -40,13 +41,17 @@ class Shard(NamedTuple):
 
 
 def stretches_of(
-    name: str, parameter: torch.nn.Parameter, about: PreTrainedConfig, axis: Axis
+    name: str, parameter: torch.nn.Parameter, about: PreTrainedConfig, layout: Layout, axis: Axis
 ) -> Iterator[Stretch]:
     """Where the values of a rank's parameter lie in transformers' tensors, in the order of the parameter.
 
     Args:
         name: megatron-core's.
+        layout: of transformers' model, in which all experts of a layer are one tensor.
         axis: the ranks that share matrices.
+
+    Raises:
+        NotImplementedError: transformers' model lacks the parameter.
     """
     key = parse(name)
     if key is None:
@@ -61,21 +66,24 @@ def stretches_of(
         counts[part.role] += part.count
     seen: dict[str, int] = defaultdict(int)
     for part in rows_of(key.roles, rows, sizes):
-        target = names.name(ModelTensor(part.role, key.kind, key.layer))
-        assert target is not None
+        target = names.name(ModelTensor(part.role, key.kind, key.layer, key.expert))
+        place = layout.places.get(target or "")
+        if place is None:
+            raise NotImplementedError(f"transformers' model lacks {target} ({name})")
         if by_columns:
             for row in range(part.first, part.first + part.count):
-                yield Stretch(target, (row * cut.size + cut.rank) * width, row * width, width)
+                first = place.first + (row * cut.size + cut.rank) * width
+                yield Stretch(place.name, first, row * width, width)
         else:
-            first = cut.rank * counts[part.role] + seen[part.role]
-            yield Stretch(target, first * width, part.first * width, part.count * width)
+            first = place.first + (cut.rank * counts[part.role] + seen[part.role]) * width
+            yield Stretch(place.name, first, part.first * width, part.count * width)
         seen[part.role] += part.count
 
 
 def scattered(
     shards: Iterable[Shard],
-    shapes: Mapping[str, tuple[int, ...]],
     about: PreTrainedConfig,
+    layout: Layout,
     axis: Axis,
     like: torch.Tensor,
 ) -> dict[str, Scattered]:
@@ -83,28 +91,26 @@ def scattered(
 
     Args:
         shards: none of parameters that other ranks have.
-        shapes: of transformers' tensors, by name; the result is in their order.
+        layout: of transformers' model; the result is in the order of its tensors in memory.
         like: has the data type and the device of the values.
 
     Raises:
-        NotImplementedError: a parameter has values that transformers' model lacks.
+        NotImplementedError: transformers' model lacks a parameter.
     """
-    found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in shapes}
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in layout.shapes}
     copies: dict[str, tuple[int, int]] = {}
     for shard in shards:
         end = shard.begin + len(shard.values)
         is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
-        for stretch in stretches_of(shard.name, shard.parameter, about, axis):
+        for stretch in stretches_of(shard.name, shard.parameter, about, layout, axis):
             begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
-            if stretch.name not in found:
-                raise NotImplementedError(f"transformers' model lacks {stretch.name}")
             copies[stretch.name] = (0, 1) if is_cut else (axis.rank, axis.size)
             if begin < stop:
                 values = shard.values[begin - shard.begin : stop - shard.begin]
                 found[stretch.name].append((stretch.first + begin - stretch.begin, values))
     return {
-        name: Scattered(shapes[name], like, _joined(sorted(pieces, key=_first)), copies.get(name, (0, 1)))
-        for name, pieces in found.items()
+        name: Scattered(shape, like, _joined(sorted(found[name], key=_first)), copies.get(name, (0, 1)))
+        for name, shape in layout.shapes.items()
     }
 
 

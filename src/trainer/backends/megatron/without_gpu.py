@@ -19,10 +19,18 @@ def _nothing(*arguments: Any, **named: Any) -> None:
     pass
 
 
+def _stream(*_: Any, **__: Any) -> SimpleNamespace:
+    """Work that is done when it is asked for has nothing to wait for."""
+    event = SimpleNamespace(synchronize=_nothing)
+    return SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, record_event=lambda *_: event)
+
+
 ANSWERS: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "synchronize": _nothing,
-    "current_stream": lambda *_: SimpleNamespace(wait_stream=_nothing, wait_event=_nothing),
+    "current_stream": _stream,
+    "Stream": _stream,
+    "stream": lambda _: contextlib.nullcontext(),
     "FloatTensor": torch.FloatTensor,
 }
 """Of `torch.cuda`, by name."""
