@@ -146,6 +146,11 @@ class RankLayout:
         """Whether this rank, of those with the same samples, says what came out of them."""
         return self.model.rank == 0
 
+    @property
+    def reporting(self) -> slice:
+        """Of all ranks, those that report, in the order of `data`."""
+        return slice(0, None, self.model.size)
+
 
 @dataclass(frozen=True)
 class RankGroup:
@@ -291,7 +296,7 @@ class RankGroup:
         Args:
             rows: float64 [n, k], of this rank's micro-batches; ranks that share samples have the same ones.
         """
-        of_ranks = self.gather_rows(rows)[:: self.layout.model.size]
+        of_ranks = self.gather_rows(rows)[self.layout.reporting]
         return of_ranks.transpose(0, 1).flatten(0, 1)
 
     def any_of(self, *flags: bool) -> list[bool]:

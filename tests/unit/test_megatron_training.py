@@ -17,6 +17,7 @@ from transformers import (
 from cairn.checkpoint.tensors.placement import Scattered, at_places, share_of
 from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.config.cli import load
+from cairn.config.parallel import ParallelConfig
 from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.model.hub_layout import hub_layout
@@ -65,15 +66,15 @@ MODELS = [*DENSE, Qwen3MoeConfig(**MOE)]
 def test_models_that_are_not_mapped_are_refused(about: PreTrainedConfig, tensor: int, why: str, monkeypatch):
     monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UsageError, match=rf"backend = 'megatron' can't train the model: {why}"):
-        check_megatron(about, tensor)
+        check_megatron(about, ParallelConfig(tensor=tensor))
 
 
 @pytest.mark.parametrize("about", MODELS, ids=lambda about: about.model_type)
 def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch):
-    assert problem_of(about, 1) is None
+    assert problem_of(about, ParallelConfig()) is None
     monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"megatron-core is not installed; `{INSTALL}` installs it"):
-        check_megatron(about, 1)
+        check_megatron(about, ParallelConfig())
 
 
 @pytest.mark.parametrize(

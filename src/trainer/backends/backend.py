@@ -123,12 +123,12 @@ def _megatron(group: RankGroup) -> Backend:
 
 BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": _fsdp2, "megatron": _megatron}
 """By the name that the settings have for it."""
-CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], int], None]] = {
-    "fsdp2": check_tensor,
-    "megatron": lambda model, layers, tensor: check_megatron(model.config, tensor),
+CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], TrainerBase], None]] = {
+    "fsdp2": lambda model, layers, config: check_tensor(model, layers, config.parallel.tensor),
+    "megatron": lambda model, layers, config: check_megatron(model.config, config.parallel),
 }
-"""What raises UsageError, by the same names, if a model can't be laid out over ranks of which so many share
-its matrices. It is laid out over none yet."""
+"""What raises UsageError, by the same names, if a model can't be laid out over the ranks that the settings ask
+for. It is laid out over none yet."""
 
 
 def make_backend(group: RankGroup) -> Backend:

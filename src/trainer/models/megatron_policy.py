@@ -203,6 +203,14 @@ class MegatronScorer:
 
         Entropies take all logits of the learned tokens on each rank.
         """
+        return self.model.stages.once(
+            self.model.gpt, lambda: self._here(micro, temperature, entropies=entropies)
+        )
+
+    def _here(
+        self, micro: MicroBatch, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, of this rank's stage of the model."""
         tokens = micro.input_ids.flatten()[micro.learned]
         with without_gpu(micro.input_ids.device):
             logits = self.model(micro).logits

@@ -130,7 +130,7 @@ def check_shared(folder: Path, config: TrainerBase, *, is_policy: bool = False) 
     """
     model = _outline(load_config(folder))
     layers = layers_of(model)
-    CHECKS[config.backend](model, layers, config.parallel.tensor)
+    CHECKS[config.backend](model, layers, config)
     check_experts(model, layers, config.parallel.expert, needed=is_policy)
     return model
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from cairn.config.parallel import ParallelConfig
 from cairn.run.errors import UsageError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -13,12 +14,12 @@ INSTALL = "uv sync --inexact --group megatron"
 """The command that installs it."""
 
 
-def check_megatron(about: PreTrainedConfig, tensor: int) -> None:
+def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig) -> None:
     """Check that megatron-core is installed and can train a model on ranks that share its matrices.
 
     Args:
         about: the model's configuration.
-        tensor: how many ranks share each matrix.
+        parallel: what the ranks share.
 
     Raises:
         UsageError: it is not, or it can't.
@@ -28,16 +29,17 @@ def check_megatron(about: PreTrainedConfig, tensor: int) -> None:
             f"backend = 'megatron': megatron-core is not installed; `{INSTALL}` installs it, or leave out "
             "backend"
         )
-    if problem := problem_of(about, tensor):
+    if problem := problem_of(about, parallel):
         raise UsageError(f"backend = 'megatron' can't train the model: {problem}; leave out backend")
 
 
-def problem_of(about: PreTrainedConfig, tensor: int) -> str | None:
+def problem_of(about: PreTrainedConfig, parallel: ParallelConfig) -> str | None:
     """Why megatron-core's model would not be the one that a configuration describes, or can't be shared.
 
     Its attention and layers know more variants than are mapped here. Whatever is not mapped is refused.
     """
     of: Any = about  # each model type has its own class
+    tensor = parallel.tensor
     if of.model_type not in FAMILIES:
         return (
             f"model_type is {of.model_type!r}, and {', '.join(FAMILIES)} are what is mapped to its GPT model"

@@ -36,6 +36,7 @@ from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.backends.megatron.families import arguments_of
+from cairn.trainer.backends.megatron.stages import OneStage, Stages
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.group import Axis, RankGroup
 from cairn.trainer.optimizers import make_optimizer
@@ -145,6 +146,8 @@ class MegatronModel(torch.nn.Module):
                 use_distributed_optimizer=True, grad_reduce_in_fp32=precision.reduce == "float32"
             )
             ddp = DistributedDataParallel(settings, how, gpt)
+        self.stages: Stages = OneStage(group.device)
+        """Through which micro-batches go."""
         self.gpt: Any = gpt
         self.names = names_of(gpt, group.expert)
         """megatron-core's of its parameters, with the numbers of layers and experts in the whole model."""

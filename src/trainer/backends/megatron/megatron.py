@@ -54,13 +54,7 @@ class MegatronCore:
         module = _of(model)
         ddp = module.__dict__["ddp"]
         ddp.zero_grad_buffer()
-        found: list[S] = []
-        for micro in micros:
-            micro = micro.to(self._group.device)
-            scaled, sums = loss(micro, forward(micro))
-            with without_gpu(self._group.device):
-                scaled.backward()
-            found.append(sums)
+        found = module.stages.train(module.gpt, micros, forward, loss)
         with without_gpu(self._group.device):
             finalize_model_grads([ddp])
             module.distributed.prepare_grads()
