@@ -106,6 +106,7 @@ ELSEWHERE: dict[str, str] = {
     "replicas": "dp_replicate model.dp_replicate",
     "parallel.tensor": "model.tp tp_size actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
     "parallel.expert": "model.ep ep_size actor_rollout_ref.actor.megatron.expert_model_parallel_size",
+    "parallel.pipeline": "model.pp pp_size actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
     "parallel.context": "model.cp cp_size context_parallel_size ulysses_sequence_parallel_size",
     "precision.reduce": "model.reduce_dtype",
     "environments": "train.source",

@@ -21,22 +21,40 @@ class ParallelConfig(BaseConfig):
     expert: int = Field(default=1, ge=1)
     """Neighbouring ranks that have the experts of each layer together; tokens travel to their experts."""
 
+    pipeline: int = Field(default=1, ge=1)
+    """Stages of consecutive layers, each on ranks of its own, through which micro-batches go one after the
+    other; with backend = 'megatron'."""
+
     @property
     def is_used(self) -> bool:
         """Whether ranks share anything."""
-        return max(self.context, self.tensor, self.expert) > 1
+        return max(self.model_dump().values()) > 1
+
+    @property
+    def neighbours(self) -> dict[str, int]:
+        """By setting, how many neighbouring ranks exchange activations in every layer."""
+        return {name: size for name, size in self.model_dump().items() if name != "pipeline"}
 
     def problem_of_ranks(self, ranks: int, replicas: int) -> str | None:
         """Why so many ranks can't be divided into replicas of the model, or share what they are to share."""
+        if ranks % self.pipeline:
+            return (
+                f"parallel.pipeline = {self.pipeline} does not divide the ranks into equal parts: workers = "
+                f"{ranks}"
+            )
+        staged = f", parallel.pipeline = {self.pipeline}" if self.pipeline > 1 else ""
+        ranks, workers = ranks // self.pipeline, ranks
         sizes = {"replicas": replicas, "parallel.context": self.context, "parallel.tensor": self.tensor}
         for name, size in sizes.items():
             if ranks % size:
-                return f"{name} = {size} does not divide the ranks into equal parts: workers = {ranks}"
+                return (
+                    f"{name} = {size} does not divide the ranks into equal parts: workers = {workers}{staged}"
+                )
         if ranks // replicas % self.expert:
             copies = f", replicas = {replicas}" if replicas > 1 else ""
             return (
                 f"parallel.expert = {self.expert} does not divide the ranks of each copy of the model into "
-                f"equal parts: workers = {ranks}{copies}"
+                f"equal parts: workers = {workers}{copies}{staged}"
             )
         return None
 

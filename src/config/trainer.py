@@ -200,6 +200,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def _goes_with_the_backend(self) -> "TrainerBase":
         if self.backend == "megatron" and (other := self._not_with_megatron()):
             raise ValueError(f"{other} with backend = 'megatron'; leave one out")
+        if self.backend == "fsdp2" and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"parallel.pipeline = {self.parallel.pipeline} goes with backend = 'megatron' alone: FSDP2 "
+                "shards each layer over all ranks, and has no stages; leave it out"
+            )
         return self
 
     def _not_with_megatron(self) -> str | None:

@@ -158,9 +158,15 @@ class _RankParts(NamedTuple):
 def _megatron(footprint: "Footprint", config: TrainerBase, ranks: int, *_: object) -> _RankParts:
     """With megatron-core: ranks that see other samples share the state alone."""
     tensor, width = config.parallel.tensor, footprint.width
-    dense, data = footprint.elements - footprint.experts, ranks // tensor
-    own = -(-dense // tensor) + footprint.experts // footprint.dealt_to
-    shard = -(-footprint.elements // (tensor * data))
+    stages = config.parallel.pipeline
+    inside = sum(footprint.layers)
+    outside = footprint.elements - inside
+    if stages > 1:  # the first stage has the embedding, and the last one the rest, or a copy if it is tied
+        outside = max(footprint.embeddings, outside - footprint.embeddings if footprint.head else outside)
+    experts, data = footprint.experts // stages, ranks // (tensor * stages)
+    dense = inside // stages - experts + outside
+    own = -(-dense // tensor) + experts // footprint.dealt_to
+    shard = -(-(dense + experts) // (tensor * data))
     state = _state(footprint, config.optimizer, shard)
     parts = [
         MemoryPart(f"weights, {config.precision.compute}", width * own, kept=True),

@@ -15,10 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cairn.config.trainer import TrainerBase
 from cairn.policy.network import address_towards, host_store
-from cairn.run.errors import OutOfMemory, UsageError
-from cairn.run.machine import this_machine
 
 # torch.distributed exports no stores.
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
@@ -127,19 +124,31 @@ class RankLayout:
     data: ranks that see different samples. Batches are divided along it, and nothing else divides them.
     model: ranks that share each sample; all of them give the same losses, of whole samples.
     context: the part of `model` along which the tokens of a sample are cut. tensor: the part along which the
-    matrices of layers are.
+    matrices of layers are. pipeline: the part along which layers are divided into stages.
     """
 
     data: Axis
     model: Axis
     context: Axis
     tensor: Axis = NO_AXIS
+    pipeline: Axis = NO_AXIS
 
     @classmethod
-    def of(cls, rank: int, ranks: int, context: Axis, tensor: Axis = NO_AXIS) -> "RankLayout":
-        """Rank `rank` of `ranks`, of which neighbours along one of the axes share their samples."""
-        model = tensor if tensor.size > 1 else context
-        return cls(Axis(rank // model.size, ranks // model.size), model, context, tensor)
+    def of(
+        cls, rank: int, ranks: int, context: Axis, tensor: Axis = NO_AXIS, pipeline: Axis = NO_AXIS
+    ) -> "RankLayout":
+        """Rank `rank` of `ranks`, of which neighbours along one of the axes share their samples.
+
+        With several stages, each has as many ranks one after the other, and the ranks that have the same
+        place among those of their stage share samples as well.
+        """
+        near = tensor if tensor.size > 1 else context
+        place = rank % (ranks // pipeline.size)
+        data = Axis(place // near.size, ranks // pipeline.size // near.size)
+        if pipeline.size == 1:
+            return cls(data, near, context, tensor)
+        model = Axis(pipeline.rank * near.size + near.rank, pipeline.size * near.size)
+        return cls(data, model, context, tensor, pipeline)
 
     @property
     def reports(self) -> bool:
@@ -149,7 +158,8 @@ class RankLayout:
     @property
     def reporting(self) -> slice:
         """Of all ranks, those that report, in the order of `data`."""
-        return slice(0, None, self.model.size)
+        near = self.model.size // self.pipeline.size
+        return slice(0, self.data.size * near, near)
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,8 @@ class RankGroup:
     """Over which layers are sharded and cut (`shard`, `tensor`); None: `mesh` is for all of a model."""
     expert: Axis = NO_AXIS
     """The ranks that have the experts of a layer together with this one; each has samples of its own."""
+    pipeline: Axis = NO_AXIS
+    """The ranks that have the other layers of the model, for this one's samples; without a process group."""
     expert_mesh: DeviceMesh | None = None
     """Over which experts are copied (`replica`, if there is more than one), sharded (`shard`) and dealt out
     (`expert`)."""
@@ -181,7 +193,7 @@ class RankGroup:
     @property
     def layout(self) -> RankLayout:
         """Where this rank stands."""
-        return RankLayout.of(self.rank, self.world_size, self.context, self.tensor)
+        return RankLayout.of(self.rank, self.world_size, self.context, self.tensor, self.pipeline)
 
     @classmethod
     def join(
@@ -195,6 +207,7 @@ class RankGroup:
         context: int = 1,
         tensor: int = 1,
         expert: int = 1,
+        pipeline: int = 1,
         backend: str = "fsdp2",
         hang_timeout: float = 600,
     ) -> "RankGroup":
@@ -209,6 +222,7 @@ class RankGroup:
             context: so many neighbours share the tokens of each row; must divide the number of ranks.
             tensor: so many neighbours share the matrices of layers; likewise, and beside none of the others.
             expert: so many neighbours have the experts of a layer together; must divide a replica's ranks.
+            pipeline: stages of consecutive layers, each on as many ranks one after the other.
             backend: what lays models out over the ranks.
             hang_timeout: seconds after which the trainer's driver kills a rank that stands still.
         """
@@ -240,7 +254,8 @@ class RankGroup:
         dealt, expert_mesh = _expert_axis(mesh, expert) if expert > 1 else (NO_AXIS, None)
         axis = _context_axis(dist.get_rank(), world_size, context, patience)
         group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis, backend=backend)
-        group = replace(group, expert=dealt, expert_mesh=expert_mesh)
+        stage = Axis(group.rank // (world_size // pipeline), pipeline)
+        group = replace(group, expert=dealt, expert_mesh=expert_mesh, pipeline=stage)
         if tensor == 1:
             return group
         shape = (world_size // tensor, tensor)
@@ -386,109 +401,3 @@ def _store_arguments() -> dict[str, Any]:
     make = host_store if rank == 0 else dist.TCPStore
     store = make(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}
-
-
-SLOW_LINK = 20e9
-"""Bytes a second. NVLink gives a GPU some 300e9, InfiniBand of 400 Gb/s 50e9, TCP at 25 Gb/s 3e9."""
-
-
-def slow_network(group: RankGroup) -> str | None:
-    """What to tell somebody whose GPUs reach each other slowly, as NCCL over TCP does; None otherwise.
-
-    All ranks call it. On CPUs, and with one rank, nothing is measured.
-    """
-    if group.device.type != "cuda" or group.world_size == 1:
-        return None
-    rate = float(group.gather_rows(torch.tensor([[group.measure()]], dtype=torch.float64)).min())
-    if rate >= SLOW_LINK:
-        return None
-    return (
-        f"the ranks gather {rate / 1e9:.1f} GB/s from each other, where GPUs with NVLink or InfiniBand get "
-        f"more than {SLOW_LINK / 1e9:g}: steps of large models will wait for it. NCCL_DEBUG=INFO names the "
-        "transport (NET/IB, NET/Socket, P2P) in the ranks' logs; --slurm.interface or NCCL_SOCKET_IFNAME "
-        "chooses a network, and replicas has each machine gather layers from its own GPUs only"
-    )
-
-
-# This rank's device, and what can be wrong with a GPU: CUDA can't use it, or its memory does not suffice.
-
-
-NEEDED_DRIVERS = {"11": 450, "12": 525, "13": 580}
-"""The oldest NVIDIA driver for each major version of CUDA (CUDA Toolkit release notes, table 2)."""
-
-
-def device_for(gpu: str | None, index: int, *, on_cpu: bool) -> torch.device:
-    """The device of a rank: the GPU that Ray gave its process, or the CPU if it gave none.
-
-    Args:
-        gpu: the GPU's name, such as in CUDA_VISIBLE_DEVICES.
-        index: its number among those that this process sees.
-        on_cpu: whether the settings ask for the CPU.
-
-    Raises:
-        UsageError: CUDA can't use the GPU, or it sees one that Ray does not know of. Training on the CPU
-            instead would be hundreds of times as slow.
-    """
-    if gpu is None:
-        if not on_cpu and torch.cuda.is_available():
-            raise UsageError(
-                f"torch sees {torch.cuda.device_count()} GPUs on {socket.gethostname()}, but Ray gave this "
-                "rank none: start the Ray cluster with its GPUs (ray start --num-gpus), or set gpus to 0 to "
-                "train on the CPU"
-            )
-        return torch.device("cpu")
-    device = torch.device("cuda", index)
-    try:
-        torch.cuda.init()
-        torch.ones(1, device=device).item()  # a context, and a kernel made for this kind of GPU
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(_unusable(gpu, str(error))) from None
-    return device
-
-
-def out_of_memory(error: BaseException, config: TrainerBase) -> OutOfMemory | None:
-    """What to tell a user whose GPU has run out of memory; None if `error` is of another kind."""
-    if not isinstance(error, torch.OutOfMemoryError) and not _is_of_library(error):
-        return None
-    ways = [f"lower seq_len (now {config.seq_len})"]
-    if config.micro_batch_tokens is not None and config.micro_batch_tokens > config.seq_len:
-        ways.insert(0, f"lower micro_batch_tokens (now {config.micro_batch_tokens})")
-    elif config.rows > 1:
-        ways.insert(0, f"lower micro_batch_size (now {config.rows})")
-    if not config.activation_checkpointing:
-        ways.append("turn on activation_checkpointing")
-    if config.ranks > config.parallel.context:
-        ways.append(f"share rows among ranks (parallel.context, now {config.parallel.context})")
-    ways.append(f"shard the model over more workers (now {config.ranks})")
-    used = ""
-    if torch.cuda.is_initialized():
-        peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-        used = f" At its peak this rank had allocated {peak / 2**30:.1f} of {total / 2**30:.1f} GiB."
-    reason = " ".join(str(error).split())
-    return OutOfMemory(f"out of memory: {reason}{used} To need less, {', '.join(ways[:-1])}, or {ways[-1]}")
-
-
-def _is_of_library(error: BaseException) -> bool:
-    """Whether an allocation failed that was not torch's own, but the driver's, cuBLAS's or NCCL's."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "CUBLAS_STATUS_ALLOC_FAILED" in text or ("out of memory" in text and "cuda" in text.lower())
-    )
-
-
-def _unusable(gpu: str, reason: str) -> str:
-    """Why torch can't use a GPU, for a user."""
-    what = f"GPU {gpu} of {socket.gethostname()} can't be used: {' '.join(reason.split())}"
-    if torch.version.cuda is None:
-        needs = f"torch {torch.__version__} is built without CUDA; `scripts/setup gpu` installs another build"
-    else:
-        driver = this_machine().driver
-        oldest = NEEDED_DRIVERS.get(torch.version.cuda.partition(".")[0])
-        wanted = f" of version {oldest} or later" if oldest else ""
-        needs = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs an NVIDIA driver"
-            f"{wanted}; {f'the driver here is {driver}' if driver else 'there is no driver here'}"
-        )
-    return f"{what.rstrip('.')}. {needs}. To train on the CPU, set gpus to 0"

@@ -26,7 +26,8 @@ from cairn.run.files import read_json
 from cairn.run.messages import Attempt, Outcome
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.data.rendering import RecordRefused
-from cairn.trainer.group import RankGroup, slow_network
+from cairn.trainer.device import slow_network
+from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
 from cairn.trainer.step.rewinds import make_rewinder

@@ -16,9 +16,11 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
+from cairn.launch.needs import rank_need
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.adapter import make_policy
+from cairn.trainer.models.footprint import footprint_of
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
@@ -40,7 +42,8 @@ MODELS: dict[str, PreTrainedConfig] = {
 }
 EXPERTS = Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
 DENSE = tuple(MODELS)
-MODELS["qwen3_moe"] = EXPERTS
+MODELS |= {"qwen3_moe": EXPERTS, "balanced": EXPERTS}
+"""The last one is trained with the load-balancing loss."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,14 @@ class Layout:
 
 LAYOUTS = {
     "one": Layout(1, "fsdp2", models=tuple(MODELS)),
-    "data": Layout(2, models=tuple(MODELS)),
+    "data": Layout(2, models=(*DENSE, "qwen3_moe")),
     "tensor": Layout(2, how={"tensor": 2}),
     "both": Layout(4, how={"tensor": 2}),
-    "experts": Layout(2, how={"expert": 2}, models=("qwen3_moe",)),
+    "stages": Layout(2, how={"pipeline": 2}, models=("qwen2", "qwen3")),
+    "stages and tensor": Layout(4, how={"pipeline": 2, "tensor": 2}),
+    "stages and data": Layout(4, how={"pipeline": 2}, models=("qwen2",)),
+    "stages and experts": Layout(4, how={"pipeline": 2, "expert": 2}, models=("qwen3_moe",)),
+    "experts": Layout(2, how={"expert": 2}, models=("qwen3_moe", "balanced")),
     "experts and data": Layout(4, how={"expert": 2}, models=("qwen3_moe",)),
     "experts, fsdp2": Layout(2, "fsdp2", {"expert": 2}, models=("qwen3_moe",)),
     "one, rounded": Layout(1, "fsdp2", compute="bfloat16"),
@@ -74,7 +81,8 @@ EXACT = [
 GOES_ON = [
     *[("tensor", "one"), ("one", "tensor"), ("both", "data"), ("data", "both")],
     *[("experts", "one"), ("one", "experts"), ("experts, fsdp2", "experts and data")],
-    ("experts", "experts, fsdp2"),
+    *[("experts", "experts, fsdp2"), ("stages and tensor", "data"), ("one", "stages and tensor")],
+    *[("tensor", "stages and data"), ("experts, fsdp2", "stages and experts")],
 ]
 """Layouts, and those whose steps they go on from."""
 
@@ -108,7 +116,7 @@ def start(layout: Layout, group, folder: Path) -> TrainerState:
         precision={"compute": layout.compute},
         optimizer={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         seq_len=24,
-        router_aux_coef=0.05 if folder.name == "qwen3_moe" else None,
+        router_aux_coef=0.05 if folder.name == "balanced" else None,
     )
     policy = make_policy(folder, config, group)
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
@@ -127,6 +135,29 @@ def step(state: TrainerState, number: int) -> dict[str, float]:
     return {**row, "logprobs": table.sum().item()}
 
 
+def note_memory(state: TrainerState, layout: Layout, source: Path, path: Path) -> None:
+    """Write the bytes of weights that this rank has, and those that are estimated of the fullest one."""
+    if layout.backend != "megatron":
+        return
+    how = {"compute": layout.compute, "activation_checkpointing": False, "pairs": True}
+    shared = {name: size for name, size in layout.how.items() if name != "pipeline"}
+    needs = rank_need(
+        footprint_of(str(source), **how, **shared),
+        state.config,
+        ranks=layout.ranks,
+        gpu=False,
+        chunk_logits=1,
+    )
+    moments = sum(shard.numel() * 8 for shard in state.policy.trained().values())
+    weights = sum(one.nbytes for one in state.policy.module.parameters())
+    found = {"weights": weights, "moments": moments}
+    estimated = {
+        what: next(part.bytes for part in needs.parts if part.what.startswith(begin))
+        for what, begin in (("weights", f"weights, {layout.compute}"), ("moments", "AdamW"))
+    }
+    path.write_text(json.dumps([found, estimated]))
+
+
 def run_rank(rank: int, ports: list[int], folder: Path) -> None:
     """What each process does, in one layout after the other; rank 0 takes part in all of them."""
     stages = [(name, None) for name in LAYOUTS] + GOES_ON
@@ -138,6 +169,7 @@ def run_rank(rank: int, ports: list[int], folder: Path) -> None:
         for model in both_have(name, source or name):
             state = start(layout, group, folder / model)
             if source is None:
+                note_memory(state, layout, folder / model, folder / f"{model} {name} on {rank}")
                 for number in (1, 2):
                     write(state, folder / f"{model} {name} after {number}", step(state, number))
             else:
@@ -177,12 +209,22 @@ def test_any_ranks_make_the_steps_of_one(found: Path, layout: str, model: str):
     for number in (1, 2):
         ours, right = (found / f"{model} {which} after {number}" for which in (layout, "one"))
         assert row_of(ours) == pytest.approx(row_of(right), rel=1e-5)
-        assert ("router_balance" in row_of(ours)) == (model == "qwen3_moe")
+        assert ("router_balance" in row_of(ours)) == (model == "balanced")
         for stem in ("model", "optimizer"):
             tensors, expected = (load_file(where / f"{stem}.safetensors") for where in (ours, right))
             assert list(tensors) == list(expected)
             for name, values in expected.items():
                 torch.testing.assert_close(tensors[name], values, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("layout", "model"), EXACT)
+def test_the_fullest_rank_has_what_is_estimated(found: Path, layout: str, model: str):
+    """Of weights, and of AdamW's moments; but for vectors, which ranks that share matrices all have."""
+    noted = [json.loads(path.read_text()) for path in found.glob(f"{model} {layout} on *")]
+    assert len(noted) == LAYOUTS[layout].ranks
+    estimated = noted[0][1]
+    for what, nbytes in estimated.items():
+        assert max(held[what] for held, _ in noted) == pytest.approx(nbytes, rel=0.02), what
 
 
 @pytest.mark.parametrize(

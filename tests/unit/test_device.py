@@ -10,8 +10,8 @@ from one_rank import joined
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import OutOfMemory, UsageError
 from cairn.run.machine import Machine
-from cairn.trainer import group
-from cairn.trainer.group import device_for, out_of_memory, slow_network
+from cairn.trainer import device, group
+from cairn.trainer.device import device_for, out_of_memory, slow_network
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 
@@ -49,7 +49,7 @@ def test_a_gpu_that_cuda_can_not_use_is_an_error(
 ):
     """And not training on the CPU: torch's own reason, and the driver that is needed."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(group, "this_machine", lambda: Machine((), 1, driver))
+    monkeypatch.setattr(device, "this_machine", lambda: Machine((), 1, driver))
     with pytest.raises(
         UsageError, match=f"GPU 5 of .* can't be used: .+\\. torch .*{needs}.*gpus to 0"
     ) as told:

@@ -25,7 +25,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.backends.megatron import families
 from cairn.trainer.backends.megatron.families import INSTALL, check_megatron, problem_of
 from cairn.trainer.backends.megatron.parts import Shard, scattered
-from cairn.trainer.group import Axis
+from cairn.trainer.group import NO_AXIS, Axis, RankLayout
 
 SIZE: dict[str, Any] = {
     **{"vocab_size": 24, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
@@ -38,43 +38,68 @@ MODELS = [*DENSE, Qwen3MoeConfig(**MOE)]
 
 
 @pytest.mark.parametrize(
-    ("about", "tensor", "why"),
+    ("about", "parallel", "why"),
     [
-        (GemmaConfig(**SIZE), 1, "model_type is 'gemma', and llama, qwen2, qwen3"),
-        (LlamaConfig(**SIZE, attention_bias=True), 1, "attention_bias = True .* is not mapped"),
-        (LlamaConfig(**SIZE, mlp_bias=True), 1, "mlp_bias = True"),
-        (LlamaConfig(**SIZE, hidden_act="gelu"), 1, "hidden_act = 'gelu'"),
-        (LlamaConfig(**SIZE, attention_dropout=0.1), 1, "attention_dropout = 0.1"),
+        (GemmaConfig(**SIZE), {}, "model_type is 'gemma', and llama, qwen2, qwen3"),
+        (LlamaConfig(**SIZE, attention_bias=True), {}, "attention_bias = True .* is not mapped"),
+        (LlamaConfig(**SIZE, mlp_bias=True), {}, "mlp_bias = True"),
+        (LlamaConfig(**SIZE, hidden_act="gelu"), {}, "hidden_act = 'gelu'"),
+        (LlamaConfig(**SIZE, attention_dropout=0.1), {}, "attention_dropout = 0.1"),
         (
             LlamaConfig(**SIZE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
-            1,
+            {},
             "rope_parameters = .*linear",
         ),
         (
             Qwen3Config(**SIZE, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            1,
+            {},
             "layer_types = .*sliding_attention",
         ),
-        (LlamaConfig(**SIZE), 4, "its 2 key-value heads can't be shared equally by parallel.tensor = 4"),
-        (LlamaConfig(**SIZE | {"vocab_size": 25}), 2, "its 25 tokens of the vocabulary can't be shared"),
-        (Qwen3MoeConfig(**MOE), 2, "parallel.tensor = 2 cuts experts with sequence parallelism alone"),
-        (Qwen3MoeConfig(**MOE, mlp_only_layers=[1]), 1, r"mlp_only_layers = \[1\] .* is not mapped"),
-        (Qwen3MoeConfig(**MOE, decoder_sparse_step=2), 1, "decoder_sparse_step = 2"),
-        (Qwen3MoeConfig(**ONE_EACH, norm_topk_prob=True), 1, "num_experts_per_tok = 1"),
+        (
+            LlamaConfig(**SIZE),
+            {"tensor": 4},
+            "its 2 key-value heads can't be shared equally by parallel.tensor = 4",
+        ),
+        (
+            LlamaConfig(**SIZE | {"vocab_size": 25}),
+            {"tensor": 2},
+            "its 25 tokens of the vocabulary can't be shared",
+        ),
+        (
+            Qwen3MoeConfig(**MOE),
+            {"tensor": 2},
+            "parallel.tensor = 2 cuts experts with sequence parallelism alone",
+        ),
+        (Qwen3MoeConfig(**MOE, mlp_only_layers=[1]), {}, r"mlp_only_layers = \[1\] .* is not mapped"),
+        (Qwen3MoeConfig(**MOE, decoder_sparse_step=2), {}, "decoder_sparse_step = 2"),
+        (
+            LlamaConfig(**SIZE),
+            {"pipeline": 4},
+            "its 2 layers can't be shared equally by parallel.pipeline = 4",
+        ),
+        (
+            Qwen3MoeConfig(**MOE),
+            {"pipeline": 2},
+            "router_aux_coef = 0.1 is the weight of a loss of all layers'",
+        ),
+        (Qwen3MoeConfig(**ONE_EACH, norm_topk_prob=True), {}, "num_experts_per_tok = 1"),
     ],
 )
-def test_models_that_are_not_mapped_are_refused(about: PreTrainedConfig, tensor: int, why: str, monkeypatch):
+def test_models_that_are_not_mapped_are_refused(
+    about: PreTrainedConfig, parallel: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UsageError, match=rf"backend = 'megatron' can't train the model: {why}"):
-        check_megatron(about, ParallelConfig(tensor=tensor))
+        check_megatron(about, ParallelConfig(**parallel), 0.1)
 
 
 @pytest.mark.parametrize("about", MODELS, ids=lambda about: about.model_type)
 def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch):
-    assert problem_of(about, ParallelConfig()) is None
+    assert problem_of(about, ParallelConfig(), 0.0) is None
+    assert problem_of(about, ParallelConfig(pipeline=2), 0.0) is None
     monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"megatron-core is not installed; `{INSTALL}` installs it"):
-        check_megatron(about, ParallelConfig())
+        check_megatron(about, ParallelConfig(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +140,26 @@ def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what:
 def test_tasks_that_do_not_go_with_it_are_refused():
     with pytest.raises(UsageError, match="task reward, which trains with FSDP2 alone, does not go"):
         load(RewardConfig, ["--backend", "megatron"])
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 2, 3), (2, 2, 2), (2, 3, 1), (4, 1, 2)])
+def test_ranks_of_all_stages_share_samples(tensor: int, pipeline: int, data: int):
+    """Each rank has its place on three axes, and the ranks that report come in the order of the samples."""
+    ranks = tensor * pipeline * data
+    layouts = [
+        RankLayout.of(
+            rank, ranks, NO_AXIS, Axis(rank % tensor, tensor), Axis(rank // (ranks // pipeline), pipeline)
+        )
+        for rank in range(ranks)
+    ]
+    places = {(one.data.rank, one.pipeline.rank, one.tensor.rank) for one in layouts}
+    assert places == {(d, p, t) for d in range(data) for p in range(pipeline) for t in range(tensor)}
+    shared = {(one.data.rank, one.model.rank) for one in layouts}
+    assert shared == {(d, m) for d in range(data) for m in range(pipeline * tensor)}
+    assert all((one.data.size, one.model.size) == (data, pipeline * tensor) for one in layouts)
+    reporting = list(range(ranks))[layouts[0].reporting]
+    assert reporting == [rank for rank, one in enumerate(layouts) if one.reports]
+    assert [layouts[rank].data.rank for rank in reporting] == list(range(data))
 
 
 def parameters_of(about: Any, tensor: int, experts: range) -> dict[str, torch.nn.Parameter]:

@@ -252,6 +252,17 @@ def test_ranks_are_divided_among_replicas():
         load(SFTConfig, ["--parallel.context", "2", "--compile"])
     with pytest.raises(UsageError, match=r"parallel.tensor = 3 does not divide the ranks .*: workers = 4"):
         placed(KINDS["sft"], load(SFTConfig, ["--parallel.tensor", "3"]), machine(4))
+    megatron = ("--backend", "megatron", "--parallel.pipeline")
+    with pytest.raises(UsageError, match=r"parallel.pipeline = 3 does not divide the ranks .*: workers = 4"):
+        placed(KINDS["sft"], load(SFTConfig, [*megatron, "3"]), machine(4))
+    with pytest.raises(
+        UsageError, match=r"parallel.tensor = 2 does not .*: workers = 6, parallel.pipeline = 2"
+    ):
+        load(SFTConfig, [*megatron, "2", "--parallel.tensor", "2", "--workers", "6"])
+    with pytest.raises(
+        UsageError, match=r"parallel.pipeline = 2 goes with backend = 'megatron' alone: FSDP2"
+    ):
+        load(SFTConfig, ["--parallel.pipeline", "2"])
     with pytest.raises(UsageError, match=r"parallel.expert = 3 does not divide the ranks .*: workers = 4$"):
         placed(KINDS["sft"], load(SFTConfig, ["--parallel.expert", "3"]), machine(4))
     with pytest.raises(UsageError, match=r"parallel.expert = 4 does not .*: workers = 4, replicas = 2"):

@@ -107,7 +107,7 @@ class Scattered:
         shape: of the whole.
         like: has the data type and the device of the values.
         pieces: ascending, none within another; together what this rank holds.
-        copy: (number, of how many) ranks with the same values this is.
+        copy: (number, of how many) ranks with the same values this is; None: others own the values.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scattered:
         shape: tuple[int, ...],
         like: torch.Tensor,
         pieces: Sequence[HeldPiece],
-        copy: tuple[int, int] = (0, 1),
+        copy: tuple[int, int] | None = (0, 1),
     ):
         self.shape = torch.Size(shape)
         self.dtype, self.device = like.dtype, like.device

@@ -66,7 +66,7 @@ class ClusterPlacement:
         ranks = list(counts.values())
         if warning := uneven(ranks):
             logger.warning(warning)
-        for warning in divided(ranks, config.parallel.model_dump()):
+        for warning in divided(ranks, config.parallel.neighbours):
             logger.warning(warning)
 
     def _reserve(self, ranks: int, seconds: float) -> Any:

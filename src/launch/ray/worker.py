@@ -117,7 +117,8 @@ class Worker:
         near = keep_near(machine, rank.gpu, rank.neighbours)  # before torch starts threads
         with importing():
             from cairn.run.output import start_logging
-            from cairn.trainer.group import RankGroup, device_for, out_of_memory
+            from cairn.trainer.device import device_for, out_of_memory
+            from cairn.trainer.group import RankGroup
             from cairn.trainer.loop import train
 
         start_logging(config.log_format, rank.name)
@@ -159,6 +160,7 @@ class Worker:
                         context=config.parallel.context,
                         tensor=config.parallel.tensor,
                         expert=config.parallel.expert,
+                        pipeline=config.parallel.pipeline,
                         backend=config.backend,
                         hang_timeout=config.hang_timeout,
                     )

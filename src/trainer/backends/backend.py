@@ -35,6 +35,7 @@ from cairn.trainer.backends.megatron.families import check_megatron
 from cairn.trainer.backends.tensor import TensorParallel, check_tensor
 from cairn.trainer.group import RankGroup, RankLayout
 from cairn.trainer.packing import MicroBatch
+from cairn.trainer.router_aux_loss import coefficient_of
 
 Out = TypeVar("Out")
 S = TypeVar("S")
@@ -125,10 +126,12 @@ BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": _fsdp2, "megatro
 """By the name that the settings have for it."""
 CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], TrainerBase], None]] = {
     "fsdp2": lambda model, layers, config: check_tensor(model, layers, config.parallel.tensor),
-    "megatron": lambda model, layers, config: check_megatron(model.config, config.parallel),
+    "megatron": lambda model, layers, config: check_megatron(
+        model.config, config.parallel, coefficient_of(model, config)
+    ),
 }
-"""What raises UsageError, by the same names, if a model can't be laid out over the ranks that the settings ask
-for. It is laid out over none yet."""
+"""What raises UsageError, by the same names, if a model can't be laid out over the ranks that the settings
+ask for. It is laid out over none yet."""
 
 
 def make_backend(group: RankGroup) -> Backend:

@@ -214,6 +214,9 @@ class MegatronScorer:
         tokens = micro.input_ids.flatten()[micro.learned]
         with without_gpu(micro.input_ids.device):
             logits = self.model(micro).logits
+            if logits is None:  # those of the last stage come later
+                blank = torch.zeros(micro.input_ids[:, 1:].shape, device=micro.input_ids.device)
+                return blank, blank.clone() if entropies else None
             if entropies:
                 whole = gather_from_tensor_model_parallel_region(logits)
                 both = entropy.of_logits(whole, tokens, temperature)

@@ -14,12 +14,13 @@ INSTALL = "uv sync --inexact --group megatron"
 """The command that installs it."""
 
 
-def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig) -> None:
+def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coef: float) -> None:
     """Check that megatron-core is installed and can train a model on ranks that share its matrices.
 
     Args:
         about: the model's configuration.
         parallel: what the ranks share.
+        router_aux_coef: the weight of the load-balancing loss, of which the model may have one of its own.
 
     Raises:
         UsageError: it is not, or it can't.
@@ -29,11 +30,11 @@ def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig) -> None:
             f"backend = 'megatron': megatron-core is not installed; `{INSTALL}` installs it, or leave out "
             "backend"
         )
-    if problem := problem_of(about, parallel):
+    if problem := problem_of(about, parallel, router_aux_coef):
         raise UsageError(f"backend = 'megatron' can't train the model: {problem}; leave out backend")
 
 
-def problem_of(about: PreTrainedConfig, parallel: ParallelConfig) -> str | None:
+def problem_of(about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coef: float) -> str | None:
     """Why megatron-core's model would not be the one that a configuration describes, or can't be shared.
 
     Its attention and layers know more variants than are mapped here. Whatever is not mapped is refused.
@@ -71,6 +72,15 @@ def problem_of(about: PreTrainedConfig, parallel: ParallelConfig) -> str | None:
     for name, is_wrong in wrong.items():
         if is_wrong:
             return f"{name} = {getattr(of, name)!r} in its config.json is not mapped to megatron-core"
+    stages = parallel.pipeline
+    if of.num_hidden_layers % stages:
+        layers = of.num_hidden_layers
+        return f"its {layers} layers can't be shared equally by parallel.pipeline = {stages} stages"
+    if stages > 1 and router_aux_coef:
+        return (
+            f"router_aux_coef = {router_aux_coef:g} is the weight of a loss of all layers' routers together, "
+            f"and each of parallel.pipeline = {stages} stages has those of its own layers; set it to 0"
+        )
     shared = {
         "attention heads": of.num_attention_heads,
         "key-value heads": of.num_key_value_heads,
@@ -100,7 +110,6 @@ def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:
             # Probabilities of all experts, or those of the chosen ones alone, which add up to 1.
             "moe_router_pre_softmax": not of.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
         }
     return {
         "num_layers": of.num_hidden_layers,
@@ -117,5 +126,6 @@ def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:
         "gated_linear_unit": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
         **experts,
     }

@@ -7,7 +7,6 @@ a mask of all pairs of tokens. Tokens travel to their experts in an all-to-all, 
 # megatron-core is an optional dependency, without types.
 # pyright: reportMissingImports=false
 
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.backends.megatron.families import arguments_of
-from cairn.trainer.backends.megatron.stages import OneStage, Stages
+from cairn.trainer.backends.megatron.stages import OneStage, Pipeline, Stages
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.group import Axis, RankGroup
 from cairn.trainer.optimizers import make_optimizer
@@ -49,7 +48,7 @@ CUT = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 def join_ranks(group: RankGroup) -> None:
     """Make megatron-core's process groups, once for each process group of torch's.
 
-    Neighbouring ranks share matrices, as everywhere in Cairn.
+    Neighbouring ranks share matrices, as everywhere in Cairn; the ranks of a stage are neighbours, too.
     """
     world = dist.group.WORLD
     if _JOINED.get("world") is world:
@@ -58,6 +57,7 @@ def join_ranks(group: RankGroup) -> None:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         group.tensor.size,
+        group.pipeline.size,
         expert_model_parallel_size=group.expert.size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(group.patience.total_seconds() // 60)),
@@ -87,6 +87,11 @@ class MegatronModel(torch.nn.Module):
         about: PreTrainedConfig = outline.config
         self.unlearned: int | None = getattr(outline.get_input_embeddings(), "padding_idx", None)
         """The token whose embedding transformers does not learn where it is looked up."""
+        self.stages: Stages = OneStage(group.device)
+        """Through which micro-batches go."""
+        if group.pipeline.size > 1:
+            ranks: Any = parallel_state.get_pipeline_model_parallel_group()
+            self.stages = Pipeline(group.pipeline, ranks, group.device)
         precision = config.precision.settled(gpu=group.device.type == "cuda")
         compute = DTYPES_IN_SETTINGS[precision.compute]
         self.config, self.device, self.tensor = about, group.device, group.tensor
@@ -99,6 +104,9 @@ class MegatronModel(torch.nn.Module):
             activation_func=torch.nn.functional.silu,
             tensor_model_parallel_size=group.tensor.size,
             expert_model_parallel_size=group.expert.size,
+            pipeline_model_parallel_size=group.pipeline.size,
+            pipeline_dtype=compute,
+            variable_seq_lengths=group.pipeline.size > 1,
             params_dtype=compute,
             bf16=compute == torch.bfloat16,
             attention_softmax_in_fp32=True,
@@ -131,6 +139,8 @@ class MegatronModel(torch.nn.Module):
                 position_embedding_type="rope",
                 rotary_base=rope.get("rope_theta", 10000.0),
                 share_embeddings_and_output_weights=tied,
+                pre_process=self.stages.first,
+                post_process=self.stages.last,
             ).to(group.device, compute)  # norms are made in float32
             if "num_moe_experts" in kind and group.device.type == "cpu":
                 for block in gpt.decoder.layers:
@@ -146,16 +156,19 @@ class MegatronModel(torch.nn.Module):
                 use_distributed_optimizer=True, grad_reduce_in_fp32=precision.reduce == "float32"
             )
             ddp = DistributedDataParallel(settings, how, gpt)
-        self.stages: Stages = OneStage(group.device)
-        """Through which micro-batches go."""
         self.gpt: Any = gpt
         self.names = names_of(gpt, group.expert)
         """megatron-core's of its parameters, with the numbers of layers and experts in the whole model."""
+        self.twice = {name for one, name in self.names.items() if getattr(one, "shared_embedding", False)}
+        """Of an embedding that is the head as well, and is on the first stage and on the last one."""
         self.__dict__["ddp"] = ddp  # has `gpt` as a module of its own
         self.distributed: Any = None
 
     def forward(self, micro: MicroBatch, *, output_router_logits: bool = False) -> "Outputs":
-        """This rank's part of the vocabulary's logits, and the routers' logits if they are asked for."""
+        """This rank's part of the vocabulary's logits, and the routers' logits if they are asked for.
+
+        Where it has no head, there are no logits, and hidden states are left to `stages`.
+        """
         found: list[torch.Tensor] = []
         routed: list[torch.Tensor] = []
 
@@ -172,18 +185,22 @@ class MegatronModel(torch.nn.Module):
                 return found
             return torch.where((inputs[0] == self.unlearned)[..., None], found.detach(), found)
 
-        hooks = [
-            self.gpt.embedding.word_embeddings.register_forward_hook(look_up),
-            self.gpt.output_layer.register_forward_pre_hook(select),
-        ]
+        hooks: list[Any] = []
+        if self.stages.first:
+            hooks.append(self.gpt.embedding.word_embeddings.register_forward_hook(look_up))
+        if self.stages.last:
+            hooks.append(self.gpt.output_layer.register_forward_pre_hook(select))
         if output_router_logits:
             routers = [layer.mlp.router for layer in self.gpt.decoder.layers]
             hooks += [router.register_forward_pre_hook(route) for router in routers]
         try:
-            self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
+            hidden = self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
         finally:
             for hook in hooks:
                 hook.remove()
+        if not self.stages.last:
+            self.stages.passed = hidden
+            return Outputs(None, tuple(routed))
         tied = self.gpt.share_embeddings_and_output_weights
         weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
         hidden = found[0]
@@ -222,12 +239,13 @@ class Sender(MoEAlltoAllTokenDispatcher):
 class Outputs(NamedTuple):
     """What a forward pass gives.
 
-    logits: of this rank's part of the vocabulary, where the next token is learned, [L, V / ranks].
+    logits: of this rank's part of the vocabulary, where the next token is learned, [L, V / ranks]; None if it
+    has no head.
     router_logits: of each layer, [R * T, experts], in the order of the tokens, as transformers' models give
     them; none unless they are asked for.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     router_logits: tuple[torch.Tensor, ...]
 
 
@@ -235,17 +253,15 @@ def names_of(gpt: GPTModel, expert: Axis) -> dict[torch.nn.Parameter, str]:
     """Names of the parameters on this rank, which itself counts its own layers and experts from 0."""
 
     def whole(name: str) -> str:
-        if found := _OF_EXPERT.fullmatch(name):
-            before, number, after = found.groups()
-            of_layer: Any = gpt.get_submodule(before)
-            first = expert.rank * of_layer.num_local_experts
-            return f"{before}.experts.{first + int(number)}.{after}"
-        return name
+        at = name.split(".")
+        if at[:2] == ["decoder", "layers"]:
+            layer: Any = gpt.get_submodule(".".join(at[:3]))
+            at[2] = str(layer.layer_number - 1)
+            if "local_experts" in at:
+                at[5:7] = ["experts", str(expert.rank * layer.mlp.num_local_experts + int(at[6]))]
+        return ".".join(at)
 
     return {parameter: whole(name) for name, parameter in gpt.named_parameters()}
-
-
-_OF_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 
 
 def hidden_pairs(micro: MicroBatch) -> torch.Tensor:

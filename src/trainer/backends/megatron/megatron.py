@@ -61,11 +61,14 @@ class MegatronCore:
         return found
 
     def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
-        """Of the optimiser's shards; ranks that share matrices hold copies of what is not cut."""
-        shards = list(model.trained().values())
+        """Of the optimiser's shards; ranks that share matrices hold copies of what is not cut, and two stages
+        those of tied embeddings."""
+        named, twice = model.trained(), _of(model).twice
+        shards = list(named.values())
         copies = [
-            1 if getattr(shard, "tensor_model_parallel", False) else self._group.tensor.size
-            for shard in shards
+            (1 if getattr(shard, "tensor_model_parallel", False) else self._group.tensor.size)
+            * (2 if name in twice else 1)
+            for name, shard in named.items()
         ]
         gradients = [shard.grad for shard in shards if shard.grad is not None]
         assert len(gradients) == len(shards)

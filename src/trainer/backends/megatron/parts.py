@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from cairn.checkpoint.tensors.placement import HeldPiece, Range, Scattered
 from cairn.formats.megatron.megatron_names import parse, rows_of
-from cairn.model.architectures import ModelTensor, architecture_of, sizes_of
+from cairn.model.architectures import ModelTensor, Role, architecture_of, sizes_of
 from cairn.model.hub_layout import Layout
 from cairn.trainer.backends.megatron.families import FAMILIES
 from cairn.trainer.group import Axis
@@ -56,6 +56,8 @@ def stretches_of(
     key = parse(name)
     if key is None:
         raise NotImplementedError(f"megatron-core's {name}")
+    # The head of tied embeddings has a copy of its own on the last of several stages.
+    tied: dict[Role, Role] = {"head": "embedding"} if about.tie_word_embeddings else {}
     names, whole = architecture_of(about, FAMILIES), sizes_of(about)
     cut = axis if getattr(parameter, "tensor_model_parallel", False) and axis.size > 1 else Axis()
     sizes = replace(whole, heads=whole.heads // cut.size, kv_heads=whole.kv_heads // cut.size)
@@ -66,7 +68,7 @@ def stretches_of(
         counts[part.role] += part.count
     seen: dict[str, int] = defaultdict(int)
     for part in rows_of(key.roles, rows, sizes):
-        target = names.name(ModelTensor(part.role, key.kind, key.layer, key.expert))
+        target = names.name(ModelTensor(tied.get(part.role, part.role), key.kind, key.layer, key.expert))
         place = layout.places.get(target or "")
         if place is None:
             raise NotImplementedError(f"transformers' model lacks {target} ({name})")
@@ -98,13 +100,15 @@ def scattered(
         NotImplementedError: transformers' model lacks a parameter.
     """
     found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in layout.shapes}
-    copies: dict[str, tuple[int, int]] = {}
+    copies: dict[str, tuple[int, int] | None] = {}
     for shard in shards:
         end = shard.begin + len(shard.values)
         is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
         for stretch in stretches_of(shard.name, shard.parameter, about, layout, axis):
             begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
             copies[stretch.name] = (0, 1) if is_cut else (axis.rank, axis.size)
+            if getattr(shard.parameter, "shared", False):  # megatron-core's mark of the head's copy
+                copies[stretch.name] = None
             if begin < stop:
                 values = shard.values[begin - shard.begin : stop - shard.begin]
                 found[stretch.name].append((stretch.first + begin - stretch.begin, values))

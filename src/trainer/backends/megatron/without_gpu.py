@@ -43,6 +43,8 @@ class _OnCpu(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
         if func is torch.Tensor.type and len(args) == 1:
             return func(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device")).startswith("cuda"):
