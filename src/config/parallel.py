@@ -50,16 +50,23 @@ class ParallelConfig(BaseConfig):
                 return (
                     f"{name} = {size} does not divide the ranks into equal parts: workers = {workers}{staged}"
                 )
-        if ranks // replicas % self.expert:
-            copies = f", replicas = {replicas}" if replicas > 1 else ""
+        if ranks % (self.context * self.tensor):
             return (
-                f"parallel.expert = {self.expert} does not divide the ranks of each copy of the model into "
-                f"equal parts: workers = {workers}{copies}{staged}"
+                f"parallel.context = {self.context} and parallel.tensor = {self.tensor} share each row among "
+                f"{self.context * self.tensor} ranks, which do not divide workers = {workers}{staged} into "
+                "equal parts"
             )
+        for name, size in {"parallel.tensor": self.tensor, "parallel.expert": self.expert}.items():
+            if ranks // replicas % size:
+                copies = f", replicas = {replicas}" if replicas > 1 else ""
+                return (
+                    f"{name} = {size} does not divide the ranks of each copy of the model into equal parts: "
+                    f"workers = {workers}{copies}{staged}"
+                )
         return None
 
     def problem_beside(
-        self, lora: LoraConfig | None, optimizers: Collection[str], replicas: int, *, compiled: bool
+        self, lora: LoraConfig | None, optimizers: Collection[str], *, compiled: bool
     ) -> str | None:
         """Which of the trainer's other settings does not go with what ranks share, and why; None if all do.
 
@@ -79,18 +86,14 @@ class ParallelConfig(BaseConfig):
             return f"compile {context}: a compiled layer can't exchange tokens with other ranks"
         if compiled and self.expert > 1:
             return f"compile {expert}: how many tokens travel to which experts is known to no compiled layer"
-        problem = self._problem_beside_tensor(lora, optimizers, replicas, compiled)
+        problem = self._problem_beside_tensor(lora, optimizers, compiled)
         return f"{problem} beside parallel.tensor = {self.tensor}" if problem and self.tensor > 1 else None
 
     def _problem_beside_tensor(
-        self, lora: LoraConfig | None, optimizers: Collection[str], replicas: int, compiled: bool
+        self, lora: LoraConfig | None, optimizers: Collection[str], compiled: bool
     ) -> str | None:
-        if self.context > 1:
-            return f"parallel.context = {self.context} was not tried"
         if self.expert > 1:
             return f"parallel.expert = {self.expert}, which is for other models, does not go"
-        if replicas > 1:
-            return f"replicas = {replicas} was not tried"
         if lora:
             return "lora, whose matrices no plan cuts, does not go"
         if compiled:

@@ -192,7 +192,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             raise ValueError(problem)
         optimizers = [self.optimizer, *(other.optimizer for other in self.auxiliary_models.values())]
         others = {one.type for one in optimizers}
-        if problem := self.parallel.problem_beside(self.lora, others, self.replicas, compiled=self.compile):
+        if problem := self.parallel.problem_beside(self.lora, others, compiled=self.compile):
             raise ValueError(f"{problem}; leave one out")
         return self
 

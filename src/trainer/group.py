@@ -137,17 +137,15 @@ class RankLayout:
     def of(
         cls, rank: int, ranks: int, context: Axis, tensor: Axis = NO_AXIS, pipeline: Axis = NO_AXIS
     ) -> "RankLayout":
-        """Rank `rank` of `ranks`, of which neighbours along one of the axes share their samples.
+        """Rank `rank` of `ranks`, of which neighbours along the other axes share their samples.
 
         With several stages, each has as many ranks one after the other, and the ranks that have the same
         place among those of their stage share samples as well.
         """
-        near = tensor if tensor.size > 1 else context
-        place = rank % (ranks // pipeline.size)
-        data = Axis(place // near.size, ranks // pipeline.size // near.size)
-        if pipeline.size == 1:
-            return cls(data, near, context, tensor)
-        model = Axis(pipeline.rank * near.size + near.rank, pipeline.size * near.size)
+        of_stage, near = ranks // pipeline.size, context.size * tensor.size
+        place = rank % of_stage
+        data = Axis(place // near, of_stage // near)
+        model = Axis(pipeline.rank * near + place % near, pipeline.size * near)
         return cls(data, model, context, tensor, pipeline)
 
     @property
@@ -181,7 +179,8 @@ class RankGroup:
     backend: str = "fsdp2"
     """What lays models out over them: a name in `BACKENDS` (`trainer/backends/backend.py`)."""
     layer_mesh: DeviceMesh | None = None
-    """Over which layers are sharded and cut (`shard`, `tensor`); None: `mesh` is for all of a model."""
+    """Over which layers are copied (`replica`, if there is more than one), sharded (`shard`) and cut
+    (`tensor`); None: `mesh` is for all of a model."""
     expert: Axis = NO_AXIS
     """The ranks that have the experts of a layer together with this one; each has samples of its own."""
     pipeline: Axis = NO_AXIS
@@ -219,8 +218,9 @@ class RankGroup:
             device: this rank's; default: a GPU if torch sees one.
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
             replicas: how many copies of the sharded model there are; must divide the number of ranks.
-            context: so many neighbours share the tokens of each row; must divide the number of ranks.
-            tensor: so many neighbours share the matrices of layers; likewise, and beside none of the others.
+            context: so many ranks share the tokens of each row; must divide the number of ranks.
+            tensor: so many neighbours share the matrices of layers; must divide a replica's ranks, and with
+                `context` all ranks.
             expert: so many neighbours have the experts of a layer together; must divide a replica's ranks.
             pipeline: stages of consecutive layers, each on as many ranks one after the other.
             backend: what lays models out over the ranks.
@@ -248,19 +248,15 @@ class RankGroup:
         else:
             dist.init_process_group("gloo", **join)
         world_size = dist.get_world_size()
-        mesh = _mesh(device.type, world_size, replicas)
+        mesh = _mesh(device.type, world_size, replicas, together=context * tensor)
         # Meshes first: PyTorch keeps those of an earlier group in this process that are equal, and finds
         # their process groups by number.
-        dealt, expert_mesh = _expert_axis(mesh, expert) if expert > 1 else (NO_AXIS, None)
-        axis = _context_axis(dist.get_rank(), world_size, context, patience)
+        dealt, expert_mesh = _divided(mesh, expert, "expert")
+        cut, layer_mesh = _divided(mesh, tensor, "tensor")
+        axis = _context_axis(dist.get_rank(), world_size, context, tensor, patience)
         group = cls(dist.get_rank(), world_size, device, mesh, join["store"], patience, axis, backend=backend)
         stage = Axis(group.rank // (world_size // pipeline), pipeline)
         group = replace(group, expert=dealt, expert_mesh=expert_mesh, pipeline=stage)
-        if tensor == 1:
-            return group
-        shape = (world_size // tensor, tensor)
-        layer_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
-        cut = Axis(group.rank % tensor, tensor, layer_mesh.get_group("tensor"))
         return replace(group, tensor=cut, layer_mesh=layer_mesh)
 
     def rendezvous(self, name: str) -> ThreadRendezvous:
@@ -358,40 +354,51 @@ class RankGroup:
             self.leave()
 
 
-def _mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
+def _mesh(device_type: str, world_size: int, replicas: int, together: int) -> DeviceMesh:
     """The ranks in one dimension, over which the model is sharded; or in two: replicas, and shards of each.
 
     A replica's ranks are neighbours, on one machine where that is possible, since they gather each layer from
     each other. Replicas exchange nothing but the gradients of their shards.
+
+    Args:
+        together: so many neighbours by number share samples, and stay neighbours.
     """
     if replicas == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     hosts: list[Any] = [None] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
-    neighbours = sorted(range(world_size), key=lambda rank: (hosts.index(hosts[rank]), rank))
+    firsts = [rank - rank % together for rank in range(world_size)]
+    neighbours = sorted(range(world_size), key=lambda rank: (hosts.index(hosts[firsts[rank]]), rank))
     shape = torch.tensor(neighbours).view(replicas, -1)
     return DeviceMesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
-def _expert_axis(mesh: DeviceMesh, size: int) -> tuple[Axis, DeviceMesh]:
-    """The ranks that have the experts of a layer together with this one, neighbours among those of a replica;
-    and all ranks in the dimensions of `mesh`, of which the last one is divided."""
+def _divided(mesh: DeviceMesh, size: int, name: str) -> tuple[Axis, DeviceMesh | None]:
+    """The ranks that have something together with this one, neighbours among those of a replica; and all
+    ranks in the dimensions of `mesh`, of which the last one is divided."""
+    if size == 1:
+        return NO_AXIS, None
     ranks = mesh.mesh.unflatten(-1, (-1, size))
-    names = (*(mesh.mesh_dim_names or ()), "expert")
-    dealt = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-    return Axis(dealt.get_local_rank("expert"), size, dealt.get_group("expert")), dealt
+    divided = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*(mesh.mesh_dim_names or ()), name))
+    return Axis(divided.get_local_rank(name), size, divided.get_group(name)), divided
 
 
-def _context_axis(rank: int, world_size: int, size: int, patience: timedelta) -> Axis:
-    """The ranks that share rows with this one: neighbours by number, so on one machine if possible."""
+def _context_axis(rank: int, world_size: int, size: int, tensor: int, patience: timedelta) -> Axis:
+    """The ranks that share rows with this one: neighbours by number, so on one machine if possible.
+
+    Args:
+        tensor: so many neighbours share matrices, so that each of them has its own axis.
+    """
     if size == 1:
         return NO_AXIS
     mine = None
-    for first in range(0, world_size, size):  # every rank makes all groups
-        group = dist.new_group(list(range(first, first + size)), timeout=patience)
-        mine = group if first <= rank < first + size else mine
+    for first in range(0, world_size, size * tensor):  # every rank makes all groups
+        for one in range(first, first + tensor):
+            ranks = range(one, one + size * tensor, tensor)
+            group = dist.new_group(list(ranks), timeout=patience)
+            mine = group if rank in ranks else mine
     assert isinstance(mine, dist.ProcessGroup)
-    return Axis(rank % size, size, mine)
+    return Axis(rank // tensor % size, size, mine)
 
 
 def _store_arguments() -> dict[str, Any]:

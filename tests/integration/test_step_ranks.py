@@ -62,7 +62,7 @@ from cairn.trainer.tasks.rl import RL
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
     **{"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 MODELS: dict[str, PreTrainedConfig] = {
@@ -80,6 +80,8 @@ WORLDS = {
         "replicas": {"replicas": 2},
         "context": {"context": 2},
         "tensor": {"tensor": 2},
+        "tensor and replicas": {"tensor": 2, "replicas": 2},
+        "tensor and context": {"tensor": 2, "context": 2},
         "expert": {"expert": 2},
         "expert of four": {"expert": 4},
         "expert and replicas": {"expert": 2, "replicas": 2},
@@ -501,6 +503,8 @@ LAYOUTS = {
     "replicas": (4, {"replicas": 2}, "device"),
     "tensor": (4, {"tensor": 2}, "device"),
     "tensor on host": (4, {"tensor": 2}, "host"),
+    "tensor and replicas": (4, {"tensor": 2, "replicas": 2}, "device"),
+    "tensor and context": (4, {"tensor": 2, "context": 2}, "device"),
     "expert": (4, {"expert": 2}, "device"),
     "expert on host": (4, {"expert": 4}, "host"),
 }
@@ -626,6 +630,9 @@ GOES_ON = [
     ("two", "tensor"),
     ("tensor", "tensor on host"),
     ("tensor on host", "tensor"),
+    ("two", "tensor and replicas"),
+    ("tensor and replicas", "tensor and context"),
+    ("tensor and context", "tensor and context"),
     ("expert", "replicas"),
     ("two", "expert"),
     ("expert", "expert"),

@@ -168,13 +168,16 @@ def over_ranks(kernel: Attention | None, model: PreTrainedModel, context: Axis) 
     return [one.over(context) for one in (kernel, masks) if one]
 
 
-def check_context(model: PreTrainedModel, ranks: int) -> None:
+def check_context(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
     """Check that so many ranks can share the tokens of the model's rows, as far as is known without trying.
+
+    Args:
+        tensor: so many ranks share its heads.
 
     Raises:
         UsageError: they can't.
     """
-    if ranks > 1 and (problem := _context_problem(model, ranks)):
+    if ranks > 1 and (problem := _context_problem(model, ranks, tensor)):
         raise UsageError(f"parallel.context = {ranks} can't serve {name_of(model)}: {problem}")
 
 
@@ -183,14 +186,15 @@ def name_of(model: torch.nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
-def _context_problem(model: PreTrainedModel, ranks: int) -> str | None:
+def _context_problem(model: PreTrainedModel, ranks: int, tensor: int) -> str | None:
     config = model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", None) or 0
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if kinds:
         return f"layers of the kind {min(kinds)} carry state from token to token, or attend in another way"
-    if heads % ranks:
-        return f"its {heads} attention heads can't be shared equally; take a number that divides them"
+    if heads % (ranks * tensor):
+        shared = f" by it and parallel.tensor = {tensor}" if tensor > 1 else ""
+        return f"its {heads} attention heads can't be shared equally{shared}; take a number that divides them"
     if getattr(config, "sliding_window", None) and not model._supports_flash_attn:
         return "it has windows that only its own masks know"
     if draws_numbers(model, DRAWN):

@@ -42,7 +42,7 @@ class RowsPart:
 
     input_ids, position_ids: int64 [R, S], of the tokens that are here. places: int64 [l], where the hidden
     states are that predict those of the learned tokens which fall to this rank, in the flattened [R, S]. own:
-    int64 [l], which of the L these are; None: all.
+    int64 [l], which of the L these are; None: all. axes: along which the other ranks have the others.
     """
 
     input_ids: torch.Tensor
@@ -50,7 +50,7 @@ class RowsPart:
     places: torch.Tensor
     own: torch.Tensor | None
     learned: int
-    axis: Axis
+    axes: tuple[Axis, ...] = ()
 
     def of_own(self, values: torch.Tensor) -> torch.Tensor:
         """Of values of the learned tokens, [L], those that fall to this rank, [l]."""
@@ -60,7 +60,7 @@ class RowsPart:
         """The values of all learned tokens, [..., L], from each rank's own, [..., l]; all ranks call it."""
         if self.own is None:
             return values
-        return _Together.apply(values, self.own, self.learned, self.axis)
+        return _Together.apply(values, self.own, self.learned, self.axes)
 
 
 def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsPart:
@@ -72,12 +72,9 @@ def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsP
         tensor: ranks whose layers compute all of each row together. Each has its part of the learned tokens.
     """
     if axis.size == 1:
-        places, learned, own = micro.learned - 1, len(micro.learned), None
-        if tensor.size > 1:
-            first, end = (learned * number // tensor.size for number in (tensor.rank, tensor.rank + 1))
-            own = torch.arange(first, end, device=places.device)
-            places = places[first:end]
-        return RowsPart(micro.input_ids, micro.position_ids, places, own, learned, tensor)
+        places = micro.learned - 1
+        part = RowsPart(micro.input_ids, micro.position_ids, places, None, len(micro.learned))
+        return part if tensor.size == 1 else _divided(part, tensor)
     micro = widened(micro, axis.size)
     width = micro.input_ids.shape[1]
     here = width // axis.size
@@ -85,14 +82,23 @@ def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsP
     predicting = micro.learned - 1
     row, column = predicting // width, predicting % width
     own = ((column >= first) & (column < first + here)).nonzero()[:, 0]
-    return RowsPart(
+    part = RowsPart(
         micro.input_ids[:, first : first + here].contiguous(),
         micro.position_ids[:, first : first + here].contiguous(),
         (row * here + column - first)[own],
         own,
         len(micro.learned),
-        axis,
+        (axis,),
     )
+    return part if tensor.size == 1 else _divided(part, tensor)
+
+
+def _divided(part: RowsPart, axis: Axis) -> RowsPart:
+    """The same tokens, but equally many of the learned ones for each rank of an axis."""
+    count = len(part.places)
+    first, end = (count * number // axis.size for number in (axis.rank, axis.rank + 1))
+    own = torch.arange(count, device=part.places.device) if part.own is None else part.own
+    return replace(part, places=part.places[first:end], own=own[first:end], axes=(*part.axes, axis))
 
 
 def widened(micro: MicroBatch, multiple: int) -> MicroBatch:
@@ -266,10 +272,13 @@ class _Together(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, own: torch.Tensor, length: int, axis: Axis) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, own: torch.Tensor, length: int, axes: Sequence[Axis]
+    ) -> torch.Tensor:
         ctx.save_for_backward(own)
         whole = values.new_zeros(*values.shape[:-1], length).index_copy_(-1, own, values)
-        dist.all_reduce(whole, group=axis.group)  # a sum of which all terms but one are 0
+        for axis in axes:
+            dist.all_reduce(whole, group=axis.group)  # a sum of which all terms but one are 0
         return whole
 
     @staticmethod

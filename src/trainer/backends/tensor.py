@@ -6,8 +6,8 @@ Experts, which need other exchanges, are refused.
 
 Outside the layers, each rank of a tensor axis has the same hidden states. Embeddings, the last norm and the
 head are therefore sharded by FSDP2 over all ranks, and each rank scores its own part of the learned tokens
-(`attention.context.part_of_rows`). A loss is scaled as if gradients were averaged over all ranks, and those
-of the embeddings and the head are. Within the layers they are averaged over the data axis alone; therefore
+(`attention.context.part_of_rows`), of those that its context axis leaves it. A loss is scaled as if gradients were averaged over all ranks, and those
+of the embeddings and the head are. Within the layers they are averaged over the other ranks alone; therefore
 the gradient of hidden states, which each rank has of its own tokens, becomes the mean over the tensor axis
 where it enters the layers.
 """
@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
@@ -31,7 +32,6 @@ from cairn.trainer.backends.fsdp2 import (
     allocate,
     arguments_of,
     clip_on_meshes,
-    copies_of,
     local_gradient,
     shard,
 )
@@ -82,7 +82,9 @@ class TensorParallel(FSDP2):
         cut = {name: style for name, style in plan.items() if style != PARTIAL}
         cut_matrices(model, mesh["tensor"], cut)
         how = arguments_of(group.mesh, config)
-        shard(model, layers, how, keep_gathered=bool(config.keep_gathered), layer_mesh=mesh["shard"])
+        names = mesh.mesh_dim_names or ()
+        layer_mesh = mesh[names[:-1] if len(names) > 2 else "shard"]
+        shard(model, layers, how, keep_gathered=bool(config.keep_gathered), layer_mesh=layer_mesh)
         allocate(model, "cpu" if config.state_on == "host" else group.device.type)
         decoder_of(model, layers)[1].register_forward_hook(_enter_layers(group.tensor))
         parameters = dict(model.named_parameters())
@@ -102,10 +104,15 @@ class TensorParallel(FSDP2):
         with torch.no_grad():
             self._sum([local_gradient(one) for one in trained.values() if one in _PARTIAL])
             if not self._copies_checked:
-                copied = {n: one for n, one in trained.items() if copies_of(one, self._group.world_size) > 1}
+                copied = {name: one for name, one in trained.items() if self._is_copied(one)}
                 self._check_copies({name: local_gradient(one).norm() for name, one in copied.items()})
                 self._copies_checked = True
         return clip_on_meshes(trained, limit, self._group.world_size)
+
+    def _is_copied(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the ranks of the tensor axis hold copies: it is in a layer, and not cut."""
+        assert isinstance(parameter, DTensor)
+        return parameter.device_mesh.size() < self._group.world_size
 
     def _sum(self, gradients: Sequence[torch.Tensor]) -> None:
         """Add up, in place, what each rank of the tensor axis has of some gradients."""

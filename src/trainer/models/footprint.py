@@ -165,7 +165,7 @@ def footprint_of(
         model.train()
         AttentionInterface.register(ATTENTION, _attend)
         kernel, _ = choose(attention, model, Device(capability, dtype))
-        check_context(model, context)
+        check_context(model, context, tensor)
         layers = layers_of(model)
         check_tensor(model, layers, tensor)
         check_experts(model, layers, expert, needed=is_policy)

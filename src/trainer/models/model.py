@@ -112,7 +112,7 @@ def check_parts(
             rows, matrices or experts.
     """
     model = check_shared(folder, config, is_policy=True)
-    check_context(model, config.parallel.context)
+    check_context(model, config.parallel.context, config.parallel.tensor)
     freeze(remade(model), config.freeze)
 
 
