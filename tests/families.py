@@ -342,25 +342,37 @@ has; tests/integration/test_step_ranks.py checks it."""
 
 
 NO_PLAN = ("no: no plan", "has no plan that says how its layers are cut")
-HAS_EXPERTS = ("no: experts", "its layers have experts")
 KIND = ("no: state from token to token", "layers of the kind [a-z_]+ were not tried")
+NOT_BOTH = {
+    **dict.fromkeys(("gpt_oss", "phimoe", "afmoe"), NO_PLAN),
+    "deepseek_v2": ("no: MLA's own cut", "in a way that was not tried"),
+    **dict.fromkeys(("lfm2_moe", "minimax", "qwen3_next"), KIND),
+}
+"""Mixtures of experts whose other matrices ranks can't share while they have the experts together."""
+HAS_EXPERTS = "its layers have experts"
+NO_EXPERTS = ("no: no experts", "its layers have no experts")
+NOT_SENT = ("no: no plan", "has no plan by which tokens travel to its experts")
+UNSENT = ("llama4", "granitemoe", "jamba", "granitemoehybrid")
 STACKS = ("no: several stacks of layers", "it has more than one stack of layers")
 UNDIVIDED = {
     **dict.fromkeys(("stablelm", "nemotron", "gpt2", "opt", "falcon", "falcon_alibi", "bloom"), NO_PLAN),
     **dict.fromkeys(("gptj", "gpt_bigcode", "xglm", "mpt"), NO_PLAN),
     **dict.fromkeys(("biogpt", "gemma3"), STACKS),
-    **{name: HAS_EXPERTS for name, about in FAMILIES.items() if "MoE" in about.kind},
+    **{
+        name: (NOT_BOTH[name][0] if name in NOT_BOTH else "with expert", HAS_EXPERTS)
+        for name, about in FAMILIES.items()
+        if "MoE" in about.kind
+    },
+    **dict.fromkeys(UNSENT, ("no: experts", HAS_EXPERTS)),
     **dict.fromkeys(("mamba", "mamba2", "lfm2", "olmo_hybrid", "qwen3_5", "falcon_h1", "bamba"), KIND),
     "nemotron_h": KIND,
 }
-"""The same of layers whose matrices ranks can't share: the column `tensor`."""
+"""The same of layers whose matrices ranks can't share, or only if they share experts: the column `tensor`."""
 
 
-NO_EXPERTS = ("no: no experts", "its layers have no experts")
-NOT_SENT = ("no: no plan", "has no plan by which tokens travel to its experts")
 UNDEALT = {
     **{name: NO_EXPERTS for name, about in FAMILIES.items() if "MoE" not in about.kind},
-    **dict.fromkeys(("llama4", "granitemoe", "jamba", "granitemoehybrid"), NOT_SENT),
+    **dict.fromkeys(UNSENT, NOT_SENT),
 }
 """The same of experts that ranks can't have together: the column `expert`."""
 

@@ -73,31 +73,26 @@ class ParallelConfig(BaseConfig):
         Args:
             optimizers: the types of all models' optimisers.
         """
-        context, expert = (
-            f"beside parallel.context = {self.context}",
-            f"beside parallel.expert = {self.expert}",
-        )
-        if lora and lora.dropout and self.context > 1:
+        beside = {
+            name: f"beside parallel.{name} = {size}"
+            for name, size in (("context", self.context), ("tensor", self.tensor), ("expert", self.expert))
+            if size > 1
+        }
+        if lora and lora.dropout and (shared := beside.get("context") or beside.get("tensor")):
             return (
-                f"lora.dropout = {lora.dropout} {context}: what is dropped of a token would depend on the "
+                f"lora.dropout = {lora.dropout} {shared}: what is dropped of a token would depend on the "
                 "rank that computes it"
             )
-        if compiled and self.context > 1:
-            return f"compile {context}: a compiled layer can't exchange tokens with other ranks"
-        if compiled and self.expert > 1:
-            return f"compile {expert}: how many tokens travel to which experts is known to no compiled layer"
-        problem = self._problem_beside_tensor(lora, optimizers, compiled)
-        return f"{problem} beside parallel.tensor = {self.tensor}" if problem and self.tensor > 1 else None
-
-    def _problem_beside_tensor(
-        self, lora: LoraConfig | None, optimizers: Collection[str], compiled: bool
-    ) -> str | None:
-        if self.expert > 1:
-            return f"parallel.expert = {self.expert}, which is for other models, does not go"
-        if lora:
-            return "lora, whose matrices no plan cuts, does not go"
-        if compiled:
-            return "compile was not tried"
-        if whole := sorted(WHOLE.intersection(optimizers)):
-            return f"optimizer.type = {whole[0]!r}, which needs matrices or blocks whole, does not go"
+        if compiled and "context" in beside:
+            return f"compile {beside['context']}: a compiled layer can't exchange tokens with other ranks"
+        if compiled and "expert" in beside:
+            known = "how many tokens travel to which experts is known to no compiled layer"
+            return f"compile {beside['expert']}: {known}"
+        if compiled and "tensor" in beside:
+            return f"compile was not tried {beside['tensor']}"
+        if "tensor" in beside and (whole := sorted(WHOLE.intersection(optimizers))):
+            return (
+                f"optimizer.type = {whole[0]!r}, which needs matrices or blocks whole, does not go "
+                f"{beside['tensor']}"
+            )
         return None

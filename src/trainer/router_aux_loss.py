@@ -34,19 +34,22 @@ class Balance:
         model: PreTrainedModel,
         coefficient: float,
         context: Axis = NO_AXIS,
+        tensor: Axis = NO_AXIS,
         kind: type[torch.nn.Module] | None = None,
     ):
-        """Find transformers' function for the model; ranks of `context` share the tokens of each row.
+        """Find transformers' function for the model.
 
         Args:
             model: takes `output_router_logits`, and gives `router_logits`, as transformers' models do.
+            context: ranks that share the tokens of each row.
+            tensor: ranks whose routers have the same logits, and give layers the gradient together.
             kind: transformers' class of it; default: its own.
 
         Raises:
             UsageError: the model has no routers, or none that transformers computes the loss of.
         """
         self.coefficient = coefficient
-        self._model, self._context = model, context
+        self._model, self._context, self._same = model, context, tensor.size
         self._router_logits: tuple[torch.Tensor, ...] = ()
         if coefficient:
             self._of = _loss_function(kind or type(model))
@@ -91,7 +94,7 @@ class Balance:
             if self._context.size > 1:
                 logits = self._of_whole_rows(logits, *micro.input_ids.shape)
             balance = self._of(logits, logits[0].shape[-1], self._experts_per_token, micro.is_token)
-            loss = loss + balance * (self.coefficient * of_batch * ranks)
+            loss = loss + balance * (self.coefficient * of_batch * ranks / self._same)
             sums.means[METRIC] = balance.detach() * (of_batch * max(counts.learned, 1))
         else:
             sums.means[METRIC] = torch.zeros_like(loss.detach())

@@ -88,7 +88,8 @@ class TrainerState:
             UsageError: the run asks for that, and the model has no routers.
         """
         coefficient = coefficient_of(self.policy.module, self.config)
-        return Balance(self.policy.module, coefficient, self.group.context, self.policy.kind)
+        group = self.group
+        return Balance(self.policy.module, coefficient, group.context, group.tensor, kind=self.policy.kind)
 
     def check_model(self) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.

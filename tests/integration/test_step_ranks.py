@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, UNDEALT, UNDIVIDED, UNSHARED, make, make_model
+from families import FAMILIES, NOT_BOTH, UNDEALT, UNDIVIDED, UNSHARED, make, make_model
 from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
@@ -69,27 +69,31 @@ MODELS: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(**SIZE, tie_word_embeddings=True),
     "untied": LlamaConfig(**SIZE, tie_word_embeddings=False),
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
-    "experts": Qwen3MoeConfig(
-        **SIZE | {"num_key_value_heads": 1}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+WORLDS: list[tuple[int, dict[str, dict[str, int]]]] = [
+    (1, {"one": {}}),
+    (2, {"two": {}, "tensor of two": {"tensor": 2}}),
+    (
+        4,
+        {
+            "replicas": {"replicas": 2},
+            "context": {"context": 2},
+            "tensor": {"tensor": 2},
+            "tensor and context": {"tensor": 2, "context": 2},
+            "expert": {"expert": 2},
+            "expert of four": {"expert": 4},
+            "expert and replicas": {"expert": 2, "replicas": 2},
+            "expert and context": {"expert": 2, "context": 2},
+            "expert and tensor": {"expert": 2, "tensor": 2},
+            "expert of four and tensor": {"expert": 4, "tensor": 2},
+        },
     ),
-}
-WORLDS = {
-    1: {"one": {}},
-    2: {"two": {}, "tensor of two": {"tensor": 2}},
-    4: {
-        "replicas": {"replicas": 2},
-        "context": {"context": 2},
-        "tensor": {"tensor": 2},
-        "tensor and replicas": {"tensor": 2, "replicas": 2},
-        "tensor and context": {"tensor": 2, "context": 2},
-        "expert": {"expert": 2},
-        "expert of four": {"expert": 4},
-        "expert and replicas": {"expert": 2, "replicas": 2},
-        "expert and context": {"expert": 2, "context": 2},
-    },
-}
+    # Its mesh has parts that are equal to those of others, which PyTorch would find in their places.
+    (4, {"tensor and replicas": {"tensor": 2, "replicas": 2}}),
+]
 """How the ranks of so many processes are laid out, one time after the other."""
-NAMES = [world for worlds in WORLDS.values() for world in worlds]
+NAMES = [world for _, worlds in WORLDS for world in worlds]
 
 
 def models_in(world: str) -> list[str]:
@@ -104,8 +108,10 @@ def rewarded_in(world: str) -> list[str]:
     return ["experts"] if "expert" in world else ["untied", "experts"] if world == "one" else ["untied"]
 
 
-ADAPTED = ("one", "expert")
-"""Where an adapter is trained."""
+ADAPTED = {"untied": ("one", "tensor and replicas"), "experts": ("one", "expert", "expert and tensor")}
+"""Of what, and where, an adapter is trained."""
+DIVIDED = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
+"""How two ranks share the layers of each family."""
 IN_BFLOAT16 = "mixtral"
 """A family whose router weights experts in float32, also where the layers compute in bfloat16."""
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
@@ -153,20 +159,22 @@ class Watching(PPOClip):
                     yield parameter.unsharded_accumulated_grad
 
 
-def run_rank(rank: int, ranks: int, ports: dict[str, int], folder: Path, families: list[str]) -> None:
+def run_rank(rank: int, number: int, ports: dict[str, int], folder: Path, families: list[str]) -> None:
     """What every rank does in each layout; two of them also try whether they can share rows."""
-    for world, how in WORLDS[ranks].items():
+    ranks, worlds = WORLDS[number]
+    for world, how in worlds.items():
         run_in(world, join(rank, ranks, ports[world], **how), folder)
     if families and ranks == 2:
         group = join(rank, ranks, ports["families"], context=2)
         found = {family: problem_of_sharing(family, folder / family, group) for family in families}
         group.leave()
         problems = {"context": found}
-        for axis in ("tensor", "expert"):
-            group = join(rank, ranks, ports[axis], **{axis: 2})
+        for axis, how in DIVIDED.items():
+            group = join(rank, ranks, ports[axis], **how)
             problems[axis] = {
                 family: problem_of_dividing(family, folder / f"{family} by {axis}", group)
                 for family in dict.fromkeys([*families, IN_BFLOAT16])
+                if axis != "both" or family not in UNDEALT
             }
             group.leave()
         if rank == 0:
@@ -211,7 +219,7 @@ def problem_of_dividing(family: str, folder: Path, group: RankGroup, **other: ob
     assert all(torch.equal(tensor, written[name]) for name, tensor in again.items())
     samples, data = make_batch().samples, group.layout.data
     micros = [fill_rows([[samples[n]], [samples[n + 1]]]) for n in range(data.size)]
-    if group.expert.size > 1 and family == IN_BFLOAT16:
+    if group.expert.size > 1 and group.tensor.size == 1 and family == IN_BFLOAT16:
         assert_same_bits_in_bfloat16(folder, plain, micros[data.rank], group)
     logprobs = Scorer(model, group.device).logprobs(micros[data.rank], 0.8)
     (logprobs.sum() * group.world_size).backward()  # as `averaged_over`
@@ -268,10 +276,10 @@ def run_in(world: str, group: RankGroup, folder: Path) -> None:
             save_file(after, result.with_suffix(".safetensors"))
     if world == "expert":  # of three experts, each of the two ranks that have them has a half
         assert problem_of_dividing("qwen3_moe", folder / "six experts", group, num_experts=6) is None
-    if world in ADAPTED:
-        row, after = adapter_steps(group, folder / "experts")
+    for name in (name for name, worlds in ADAPTED.items() if world in worlds):
+        row, after = adapter_steps(group, folder / name, folder / f"adapter of {name} in {world}")
         if rank == 0:
-            result = folder / f"adapter at once {world}"
+            result = folder / f"adapter of {name} at once {world}"
             result.with_suffix(".json").write_text(json.dumps(row))
             save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
@@ -349,15 +357,23 @@ def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
     return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach().clone() for name, w in after}
 
 
-def adapter_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
-    """Metrics and weights of an adapter after two steps; those of its base are frozen, experts among them."""
+def adapter_steps(group: RankGroup, model_folder: Path, folder: Path) -> tuple[dict, dict]:
+    """Metrics and weights of an adapter after two steps, and what servers get; those of its base are frozen,
+    experts among them."""
     config = TrainerConfig(lora={"rank": 4}, seq_len=24, optimizer={"lr": 0.01, "eps": 1e-3})
     state = TrainerState(config, group, {POLICY: RL.policy(config, model_folder, group)}, TrainerProgress())
     state.begin(model_folder)
     step_of(state, 1)
     row = step_of(state, 2)
     trained = state.policy.trained().items()
-    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach() for name, w in trained}
+    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w.detach() for name, w in trained}
+    write(state, folder, row)
+    saved = load_file(folder / "adapter_model.safetensors")
+    by_name = {f"base_model.model.{name.replace('.default.', '.')}": one for name, one in whole.items()}
+    assert saved.keys() == by_name.keys()
+    assert all(torch.equal(saved[name], one) for name, one in by_name.items())
+    publish(state, folder / "served")
+    return row, whole | load_file(folder / "served" / "model.safetensors")
 
 
 def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerState:
@@ -410,9 +426,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
-    for ranks, worlds in WORLDS.items():
-        ports = {world: free_port() for world in (*worlds, "families", "tensor", "expert")}
-        started = start_ranks(run_rank, ranks, ports, folder, families, world_size=ranks)
+    for number, (ranks, worlds) in enumerate(WORLDS):
+        ports = {world: free_port() for world in (*worlds, "families", *DIVIDED)}
+        started = start_ranks(run_rank, number, ports, folder, families, world_size=ranks)
         while not started.join():
             pass
     return folder
@@ -462,12 +478,16 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
 @pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
 def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
     """And docs/models.md says so."""
-    for axis, refused in (("context", UNSHARED), ("tensor", UNDIVIDED), ("expert", UNDEALT)):
+    refusals = {"context": UNSHARED, "tensor": UNDIVIDED, "expert": UNDEALT, "both": NOT_BOTH}
+    for axis, refused in refusals.items():
+        if axis == "both" and family in UNDEALT:
+            continue
         problem = json.loads((found / "families.json").read_text())[axis][family]
         if family not in refused:
             assert problem is None
             continue
-        assert re.match(rf"parallel.{axis} = 2 can't serve \w+: .*({refused[family][1]})", problem)
+        setting = "tensor" if axis == "both" else axis
+        assert re.match(rf"parallel.{setting} = 2 can't serve \w+: .*({refused[family][1]})", problem)
 
 
 SHARING = test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not.__name__
@@ -485,9 +505,14 @@ def test_any_ranks_train_the_same_reward_model(found: Path):
             torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
 
 
-def test_any_ranks_train_the_same_adapter(found: Path):
-    """Of a model whose experts are on several ranks."""
-    (reference_row, reference), (row, after) = (result(found, "adapter", "at once", one) for one in ADAPTED)
+@pytest.mark.parametrize(
+    ("name", "world"), [(name, world) for name, worlds in ADAPTED.items() for world in worlds[1:]]
+)
+def test_any_ranks_train_the_same_adapter(found: Path, name: str, world: str):
+    """And serve the same weights, where layers are cut and where experts are on several ranks."""
+    (reference_row, reference), (row, after) = (
+        result(found, f"adapter of {name}", "at once", one) for one in ("one", world)
+    )
     assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6)
     assert after.keys() == reference.keys()
     for key, weight in after.items():
@@ -507,6 +532,7 @@ LAYOUTS = {
     "tensor and context": (4, {"tensor": 2, "context": 2}, "device"),
     "expert": (4, {"expert": 2}, "device"),
     "expert on host": (4, {"expert": 4}, "host"),
+    "expert and tensor": (4, {"expert": 2, "tensor": 2}, "device"),
 }
 """Ranks, how they are laid out, and where the state is."""
 OPTIMIZERS: dict[str, dict[str, object]] = {
@@ -524,11 +550,11 @@ TRAINED_EXPERTS = [("experts", name) for name in ("adamw", "adamw_8bit", "muon")
 
 def trained_in(*layouts: str) -> list[tuple[str, str]]:
     """Those of them that can be trained in all of these layouts."""
+    whole = any("tensor" in layout for layout in layouts)
     if any("expert" in layout for layout in layouts):
-        return TRAINED_EXPERTS
+        return [one for one in TRAINED_EXPERTS if not whole or one[1] == "adamw"]
     if layouts == ("two",) or layouts == ("replicas",):
         return list(dict.fromkeys([*TRAINED, *TRAINED_EXPERTS]))
-    whole = any("tensor" in layout for layout in layouts)
     return [one for one in TRAINED if not whole or one[1] not in ("muon", "adamw_8bit")]
 
 
@@ -637,6 +663,8 @@ GOES_ON = [
     ("two", "expert"),
     ("expert", "expert"),
     ("expert on host", "expert"),
+    ("two", "expert and tensor"),
+    ("expert and tensor", "expert"),
 ]
 
 
@@ -658,7 +686,8 @@ def test_a_run_goes_on_in_another_layout(
     if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
         assert content(after) == content(expected)
     rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
-    assert rows[0] == pytest.approx(rows[1], rel=1e-4)
+    # Muon makes all singular values of a gradient the same size, small ones with their rounding, too.
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3 if optimizer == "muon" else 1e-4)
 
 
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)

@@ -458,6 +458,13 @@ def test_ranks_that_share_experts_gather_their_own(folder: Callable[..., Path]):
         0,
         len(one.layers) * 2 * 2048 * SMALL["hidden_size"] * 2,
     )
+    copies = [
+        part(
+            host_need(found, alone, config_of(workers=4, ckpt={}), ranks=4, gpu=False), "a copy of the state"
+        )
+        for found in (one, footprint_of(path, **how, expert=2))
+    ]
+    assert copies[0] == copies[1] >= 3 * 4 * one.elements
     # With 8 ranks, FSDP2 would give four of them an expert of each layer.
     of_rank = [part(need(expert, 8), "weights, float32") for expert in (1, 4)]
     assert of_rank[0] - of_rank[1] == 4 * one.experts * (1 / 4 - 1 / 8)

@@ -125,7 +125,9 @@ def _megatron(group: RankGroup) -> Backend:
 BACKENDS: dict[str, Callable[[RankGroup], Backend]] = {"fsdp2": _fsdp2, "megatron": _megatron}
 """By the name that the settings have for it."""
 CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], TrainerBase], None]] = {
-    "fsdp2": lambda model, layers, config: check_tensor(model, layers, config.parallel.tensor),
+    "fsdp2": lambda model, layers, config: check_tensor(
+        model, layers, config.parallel.tensor, config.parallel.expert
+    ),
     "megatron": lambda model, layers, config: check_megatron(
         model.config, config.parallel, coefficient_of(model, config)
     ),

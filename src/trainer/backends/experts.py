@@ -7,7 +7,8 @@ alone where FSDP2 would gather all of a layer. Routers see their own rank's toke
 
 The rest of the model is sharded by FSDP2 over all ranks, and each rank's experts over the ranks that have the
 same ones. A rank computes what its experts add to the loss of all ranks of its group, so the gradients of
-experts are divided by the number of all ranks, as those of the rest of the model are.
+experts are divided by the number of all ranks, as those of the rest of the model are. Where ranks share the
+matrices of layers as well (`tensor.py`), they have the same tokens, of which each sends its part.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import name_of
 from cairn.trainer.backends.fsdp2 import FSDP2, Trainable, arguments_of, clip_on_meshes
 from cairn.trainer.backends.plans import cut_experts, experts_in, experts_plan, style_of
+from cairn.trainer.group import RankGroup
 
 CUT = "grouped_gemm"
 """The style of parameters [experts, ...] of which each rank has some experts."""
@@ -40,33 +42,10 @@ class ExpertParallel(FSDP2):
     ) -> PreTrainedModel:
         """Deal the experts out to the ranks of each group, and shard these and all else.
 
-        A model without experts, such as one that scores batches beside the policy, is only sharded.
-
         Raises:
             UsageError: the model's experts can't be dealt out.
         """
-        ranks, mesh = self._group.expert.size, self._group.expert_mesh
-        assert mesh is not None
-        if has_experts(model):
-            check_experts(model, layers, ranks)
-            plan = experts_plan(model, layers)
-            cut_experts(model, mesh["expert"], plan)
-            how = arguments_of(self._group.mesh, config)
-            # Weights of routing come in float32, also where layers compute in 16 bits.
-            how["mp_policy"] = replace(how["mp_policy"], cast_forward_inputs=False)
-            names = mesh.mesh_dim_names or ()
-            how["mesh"] = mesh[names[:-1] if len(names) > 2 else "shard"]
-            shards = mesh["shard"].size()
-            for experts in experts_in(model, plan):
-                unit = fully_shard(
-                    experts,
-                    **how,
-                    reshard_after_forward=not config.keep_gathered,
-                    shard_placement_fn=_placing(ranks, shards),
-                )
-                unit.set_gradient_divide_factor(float(self._group.world_size))
-                # gloo can't multiply in a sum. With one shard nothing is summed: FSDP2 would divide twice.
-                unit.set_force_sum_reduction_for_comms(self._group.device.type == "cpu" and shards > 1)
+        deal_out(model, layers, self._group, config)
         return super().lay_out(model, layers, config)
 
     def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
@@ -74,6 +53,42 @@ class ExpertParallel(FSDP2):
         parameters = model.trained().items()
         trained = {name: parameter for name, parameter in parameters if parameter.grad is not None}
         return clip_on_meshes(trained, limit, self._group.world_size)
+
+
+def deal_out(
+    model: PreTrainedModel, layers: Sequence[torch.nn.Module], group: RankGroup, config: TrainerBase
+) -> None:
+    """Give the ranks that have experts together equally many of each layer, and shard these over the others.
+
+    A model without experts, such as one that scores batches beside the policy, stays as it is.
+
+    Raises:
+        UsageError: the model's experts can't be dealt out.
+    """
+    if not has_experts(model):
+        return
+    ranks, mesh = group.expert.size, group.expert_mesh
+    assert mesh is not None
+    check_experts(model, layers, ranks)
+    plan = experts_plan(model, layers)
+    cut_experts(model, mesh["expert"], plan, group.layer_mesh["tensor"] if group.layer_mesh else None)
+    how = arguments_of(group.mesh, config)
+    # Weights of routing come in float32, also where layers compute in 16 bits.
+    how["mp_policy"] = replace(how["mp_policy"], cast_forward_inputs=False)
+    names = mesh.mesh_dim_names or ()
+    how["mesh"] = mesh[names[:-1] if len(names) > 2 else "shard"]
+    shards = mesh["shard"].size()
+    for experts in experts_in(model, plan):
+        unit = fully_shard(
+            experts,
+            **how,
+            reshard_after_forward=not config.keep_gathered,
+            shard_placement_fn=_placing(ranks, shards),
+        )
+        # As often as the gradients of the rest of the layers are there: on ranks that share matrices once.
+        unit.set_gradient_divide_factor(group.world_size / group.tensor.size)
+        # gloo can't multiply in a sum. With one shard nothing is summed: FSDP2 would divide twice.
+        unit.set_force_sum_reduction_for_comms(group.device.type == "cpu" and shards > 1)
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int, shards: int) -> int:

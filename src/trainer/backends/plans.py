@@ -16,11 +16,23 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
+from cairn.trainer.models.lora import is_adapters
+
 
 def matrices_plan(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """Styles by name of what is cut when ranks share the matrices of the layers; empty without a plan."""
+    """Styles by name of what is cut when ranks share the matrices of the layers; empty without a plan.
+
+    Experts are not: they are dealt out (`experts_plan`).
+    """
     prefix, decoder = decoder_of(model, layers)
-    return _within(model, layers, {f"{prefix}{name}": style for name, style in decoder.tp_plan.items()})
+    plan = _within(model, layers, {f"{prefix}{name}": style for name, style in decoder.tp_plan.items()})
+    return {name: style for name, style in plan.items() if "experts" not in name.split(".")}
+
+
+def adapted_in(model: torch.nn.Module) -> set[str]:
+    """The names of layers with an adapter, as plans have them."""
+    adapters = [name for name, _ in model.named_parameters() if is_adapters(name)]
+    return {replace_layer_number_by_wildcard(name.partition(".lora_")[0]) for name in adapters}
 
 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -49,10 +61,15 @@ def experts_in(model: torch.nn.Module, plan: Mapping[str, str]) -> list[torch.nn
     return [module for name, module in model.named_modules() if plan.get(wild[name]) == DISPATCHED]
 
 
-def cut_experts(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Give each rank of a mesh equally many experts of each layer, and have modules exchange tokens."""
-    # With ranks that share matrices, these would have to share tokens; there are none.
-    apply_expert_parallelism(model, mesh, None, dict(plan))  # pyright: ignore[reportArgumentType] # None is allowed for
+def cut_experts(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str], sharing: DeviceMesh | None
+) -> None:
+    """Give each rank of a mesh equally many experts of each layer, and have modules exchange tokens.
+
+    Args:
+        sharing: ranks that have the same tokens. Each sends its part of them, and all get all results.
+    """
+    apply_expert_parallelism(model, mesh, sharing, dict(plan))  # pyright: ignore[reportArgumentType] # None is allowed for
 
 
 def style_of(plan: Mapping[str, str], parameter: str) -> str | None:

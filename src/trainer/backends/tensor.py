@@ -2,14 +2,15 @@
 
 How a family's layers are cut is transformers' knowledge: each model class has a plan, which says for each
 module whether its matrix is cut by columns or by rows, and where results are summed or gathered (`plans.py`).
-Experts, which need other exchanges, are refused.
+An adapter is cut as its layer is: the one of its matrices that has the layer's cut side. Experts are dealt
+out (`experts.py`), and tokens travel to them; each rank of a tensor axis sends its part of them.
 
 Outside the layers, each rank of a tensor axis has the same hidden states. Embeddings, the last norm and the
 head are therefore sharded by FSDP2 over all ranks, and each rank scores its own part of the learned tokens
-(`attention.context.part_of_rows`), of those that its context axis leaves it. A loss is scaled as if gradients were averaged over all ranks, and those
-of the embeddings and the head are. Within the layers they are averaged over the other ranks alone; therefore
-the gradient of hidden states, which each rank has of its own tokens, becomes the mean over the tensor axis
-where it enters the layers.
+(`attention.context.part_of_rows`), of those that its context axis leaves it. A loss is scaled as if gradients
+were averaged over all ranks, and those of the embeddings and the head are. Within the layers they are
+averaged over the other ranks alone; therefore the gradient of hidden states, which each rank has of its own
+tokens, becomes the mean over the tensor axis where it enters the layers.
 """
 
 import weakref
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import DRAWN, DROPOUTS, draws_numbers, name_of
+from cairn.trainer.backends.experts import deal_out, has_experts
 from cairn.trainer.backends.fsdp2 import (
     FSDP2,
     Trainable,
@@ -35,8 +37,16 @@ from cairn.trainer.backends.fsdp2 import (
     local_gradient,
     shard,
 )
-from cairn.trainer.backends.plans import cut_matrices, decoder_of, matrices_plan, names_of, style_of
+from cairn.trainer.backends.plans import (
+    adapted_in,
+    cut_matrices,
+    decoder_of,
+    matrices_plan,
+    names_of,
+    style_of,
+)
 from cairn.trainer.group import NO_AXIS, Axis, RankGroup
+from cairn.trainer.models.lora import NAME
 
 PARTIAL = "replicated_with_grad_allreduce"
 """The style of a norm of heads: each rank has the gradient of its own heads."""
@@ -75,12 +85,14 @@ class TensorParallel(FSDP2):
         """
         group, mesh = self._group, self._group.layer_mesh
         assert mesh is not None
-        check_tensor(model, layers, group.tensor.size)
-        plan = matrices_plan(model, layers)
+        check_tensor(model, layers, group.tensor.size, group.expert.size)
+        plan = plan_of(model, layers)
         partial = [name for name, _ in model.named_parameters() if style_of(plan, name) == PARTIAL]
         # Not with transformers' hook, which would sum the gradients of all tokens after each micro-batch.
         cut = {name: style for name, style in plan.items() if style != PARTIAL}
         cut_matrices(model, mesh["tensor"], cut)
+        if group.expert.size > 1:
+            deal_out(model, layers, group, config)
         how = arguments_of(group.mesh, config)
         names = mesh.mesh_dim_names or ()
         layer_mesh = mesh[names[:-1] if len(names) > 2 else "shard"]
@@ -147,29 +159,42 @@ def tensor_axis(model: torch.nn.Module) -> Axis:
     return _AXES.get(model, NO_AXIS)
 
 
-def check_tensor(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ranks: int) -> None:
+def plan_of(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
+    """transformers' plan for the matrices of the layers, and the same for adapters of them."""
+    plan = matrices_plan(model, layers)
+    for name in sorted(adapted_in(model) & plan.keys()):
+        style = plan.pop(name)
+        adapter = "lora_B" if CUT.get(style) == 0 else "lora_A"  # [outputs, rank], [rank, inputs]
+        plan |= {f"{name}.base_layer": style, f"{name}.{adapter}.{NAME}": style}
+    return plan
+
+
+def check_tensor(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ranks: int, expert: int) -> None:
     """Check that so many ranks can share the matrices of the layers.
 
     Args:
         model: laid out over no ranks yet.
+        expert: ranks that have the experts of each layer together.
 
     Raises:
         UsageError: they can't.
     """
-    if ranks > 1 and (problem := _problem(cast(PreTrainedModel, model), layers, ranks)):
+    if ranks > 1 and (problem := _problem(cast(PreTrainedModel, model), layers, ranks, expert)):
         raise UsageError(f"parallel.tensor = {ranks} can't serve {name_of(model)}: {problem}")
 
 
-def _problem(model: PreTrainedModel, layers: Sequence[torch.nn.Module], ranks: int) -> str | None:
+def _problem(
+    model: PreTrainedModel, layers: Sequence[torch.nn.Module], ranks: int, expert: int
+) -> str | None:
     config = model.config.get_text_config()
-    if any("experts" in name.split(".") for name, _ in model.named_modules()):
-        return "its layers have experts, and tensor parallelism is for dense layers"
+    if expert == 1 and has_experts(model):
+        return "its layers have experts, which it does not cut; parallel.expert beside it deals them out"
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if kinds:
         return f"layers of the kind {min(kinds)} were not tried"
     if len({_stack_of(model, layer) for layer in layers}) != 1:
         return "it has more than one stack of layers"
-    plan = matrices_plan(model, layers)
+    plan = plan_of(model, layers)
     if not plan:
         return "transformers has no plan that says how its layers are cut"
     if unknown := {style for style in plan.values() if style not in CUT and style != PARTIAL}:

@@ -28,6 +28,7 @@ from cairn.model.hub_layout import layout_of, tensors_in_memory
 from cairn.run.errors import UsageError
 from cairn.run.recipe import base_of
 from cairn.run.seeds import derive
+from cairn.trainer.backends.tensor import tensor_axis
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import NAME, is_adapters, modules_in, peft_config, plain
 from cairn.trainer.models.model import build_model, places_in
@@ -198,13 +199,12 @@ class Adapter(Trained):
 
     @torch.no_grad()
     def _merge(self, name: str, layer: Any) -> torch.Tensor:
-        """This rank's rows of a layer's weight with its adapter added: float32."""
-        return torch.addmm(
-            local_values(layer.base_layer.weight).float(),
-            local_values(layer.lora_B[NAME].weight),
-            self._gathered[name],
-            alpha=layer.scaling[NAME],
-        )
+        """This rank's part of a layer's weight with its adapter added: float32."""
+        weight, first = local_values(layer.base_layer.weight).float(), self._gathered[name]
+        if weight.shape[1] != first.shape[1]:  # of rows, these columns
+            axis = tensor_axis(self.module)
+            first = first.chunk(axis.size, 1)[axis.rank]
+        return torch.addmm(weight, local_values(layer.lora_B[NAME].weight), first, alpha=layer.scaling[NAME])
 
     def _of_base(self) -> dict[str, torch.Tensor]:
         return {n: tensor for n, tensor in tensors_in_memory(self.module).items() if not is_adapters(n)}

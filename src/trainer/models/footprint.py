@@ -101,8 +101,12 @@ class Footprint:
         return sum(prod(shape) for layer in self.expert_shapes for shape in layer)
 
     def shard(self, ranks: int) -> int:
-        """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension."""
-        if self.dealt_to == 1:
+        """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension.
+
+        Args:
+            ranks: a multiple of those that have experts together, or 1: of all elements.
+        """
+        if self.dealt_to == 1 or ranks == 1:
             return _shard(self.shapes, ranks)
         experts = [shape for layer in self.expert_shapes for shape in layer]
         dealt, shards = self.dealt_to, ranks // self.dealt_to
@@ -167,7 +171,7 @@ def footprint_of(
         kernel, _ = choose(attention, model, Device(capability, dtype))
         check_context(model, context, tensor)
         layers = layers_of(model)
-        check_tensor(model, layers, tensor)
+        check_tensor(model, layers, tensor, expert)
         check_experts(model, layers, expert, needed=is_policy)
         if pairs:
             model.set_attn_implementation("eager")
