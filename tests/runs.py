@@ -351,7 +351,14 @@ def start_ranks(
 
 
 def join(rank: int, world_size: int, port: int, **how: Any) -> RankGroup:
-    """The group, in a process that `start_ranks` has started."""
+    """The group, in a process that `start_ranks` has started.
+
+    A process may join several, laid out in other ways: PyTorch must not compute with meshes of those before
+    that are equal to parts of this one's, since it finds their process groups by number.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # only where ranks are
+
+    _clear_sharding_prop_cache()
     place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
     return RankGroup.join(threads=1, **{"deterministic": False, **how})

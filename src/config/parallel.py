@@ -73,26 +73,32 @@ class ParallelConfig(BaseConfig):
         Args:
             optimizers: the types of all models' optimisers.
         """
-        beside = {
-            name: f"beside parallel.{name} = {size}"
-            for name, size in (("context", self.context), ("tensor", self.tensor), ("expert", self.expert))
-            if size > 1
+        if problem := self._problem_beside_lora(lora):
+            return problem
+        if compiled and (problem := self._problem_beside_compile()):
+            return problem
+        if self.tensor > 1 and (whole := sorted(WHOLE.intersection(optimizers))):
+            needs = f"optimizer.type = {whole[0]!r}, which needs matrices or blocks whole, does not go"
+            return f"{needs} beside parallel.tensor = {self.tensor}"
+        return None
+
+    def _problem_beside_lora(self, lora: LoraConfig | None) -> str | None:
+        shared = {"context": self.context, "tensor": self.tensor}
+        for name, size in shared.items():
+            if lora and lora.dropout and size > 1:
+                return (
+                    f"lora.dropout = {lora.dropout} beside parallel.{name} = {size}: what is dropped of a "
+                    "token would depend on the rank that computes it"
+                )
+        return None
+
+    def _problem_beside_compile(self) -> str | None:
+        reasons = {
+            "context": (self.context, "a compiled layer can't exchange tokens with other ranks"),
+            "expert": (self.expert, "how many tokens travel to which experts is known to no compiled layer"),
+            "tensor": (self.tensor, "it was not tried"),
         }
-        if lora and lora.dropout and (shared := beside.get("context") or beside.get("tensor")):
-            return (
-                f"lora.dropout = {lora.dropout} {shared}: what is dropped of a token would depend on the "
-                "rank that computes it"
-            )
-        if compiled and "context" in beside:
-            return f"compile {beside['context']}: a compiled layer can't exchange tokens with other ranks"
-        if compiled and "expert" in beside:
-            known = "how many tokens travel to which experts is known to no compiled layer"
-            return f"compile {beside['expert']}: {known}"
-        if compiled and "tensor" in beside:
-            return f"compile was not tried {beside['tensor']}"
-        if "tensor" in beside and (whole := sorted(WHOLE.intersection(optimizers))):
-            return (
-                f"optimizer.type = {whole[0]!r}, which needs matrices or blocks whole, does not go "
-                f"{beside['tensor']}"
-            )
+        for name, (size, reason) in reasons.items():
+            if size > 1:
+                return f"compile beside parallel.{name} = {size}: {reason}"
         return None

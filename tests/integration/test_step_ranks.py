@@ -80,6 +80,7 @@ WORLDS: list[tuple[int, dict[str, dict[str, int]]]] = [
             "replicas": {"replicas": 2},
             "context": {"context": 2},
             "tensor": {"tensor": 2},
+            "tensor and replicas": {"tensor": 2, "replicas": 2},
             "tensor and context": {"tensor": 2, "context": 2},
             "expert": {"expert": 2},
             "expert of four": {"expert": 4},
@@ -89,8 +90,6 @@ WORLDS: list[tuple[int, dict[str, dict[str, int]]]] = [
             "expert of four and tensor": {"expert": 4, "tensor": 2},
         },
     ),
-    # Its mesh has parts that are equal to those of others, which PyTorch would find in their places.
-    (4, {"tensor and replicas": {"tensor": 2, "replicas": 2}}),
 ]
 """How the ranks of so many processes are laid out, one time after the other."""
 NAMES = [world for _, worlds in WORLDS for world in worlds]

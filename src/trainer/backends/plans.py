@@ -16,8 +16,6 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
-from cairn.trainer.models.lora import is_adapters
-
 
 def matrices_plan(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
     """Styles by name of what is cut when ranks share the matrices of the layers; empty without a plan.
@@ -29,10 +27,15 @@ def matrices_plan(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> 
     return {name: style for name, style in plan.items() if "experts" not in name.split(".")}
 
 
-def adapted_in(model: torch.nn.Module) -> set[str]:
-    """The names of layers with an adapter, as plans have them."""
-    adapters = [name for name, _ in model.named_parameters() if is_adapters(name)]
-    return {replace_layer_number_by_wildcard(name.partition(".lora_")[0]) for name in adapters}
+def adapted_in(model: torch.nn.Module) -> dict[str, str]:
+    """What PEFT calls the adapter of each layer that has one, by the layer's name as plans have it."""
+    return {
+        replace_layer_number_by_wildcard(name.removesuffix(".lora_A")): next(
+            name for name, _ in module.named_children()
+        )
+        for name, module in model.named_modules()
+        if name.endswith(".lora_A")
+    }
 
 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:

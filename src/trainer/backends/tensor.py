@@ -46,7 +46,6 @@ from cairn.trainer.backends.plans import (
     style_of,
 )
 from cairn.trainer.group import NO_AXIS, Axis, RankGroup
-from cairn.trainer.models.lora import NAME
 
 PARTIAL = "replicated_with_grad_allreduce"
 """The style of a norm of heads: each rank has the gradient of its own heads."""
@@ -162,10 +161,10 @@ def tensor_axis(model: torch.nn.Module) -> Axis:
 def plan_of(model: PreTrainedModel, layers: Sequence[torch.nn.Module]) -> dict[str, str]:
     """transformers' plan for the matrices of the layers, and the same for adapters of them."""
     plan = matrices_plan(model, layers)
-    for name in sorted(adapted_in(model) & plan.keys()):
-        style = plan.pop(name)
-        adapter = "lora_B" if CUT.get(style) == 0 else "lora_A"  # [outputs, rank], [rank, inputs]
-        plan |= {f"{name}.base_layer": style, f"{name}.{adapter}.{NAME}": style}
+    for name, adapter in adapted_in(model).items():
+        if style := plan.pop(name, None):
+            matrix = "lora_B" if CUT.get(style) == 0 else "lora_A"  # [outputs, rank], [rank, inputs]
+            plan |= {f"{name}.base_layer": style, f"{name}.{matrix}.{adapter}": style}
     return plan
 
 
