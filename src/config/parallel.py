@@ -17,7 +17,7 @@ class ParallelConfig(BaseConfig):
     context: int = Field(default=1, ge=1)
     """Neighbouring ranks that share the tokens of each row, for samples that are too long for one rank."""
     tensor: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share the matrices of each layer, for dense layers too large for one rank."""
+    """Neighbouring ranks that share the matrices of each layer, for layers too large for one rank."""
     expert: int = Field(default=1, ge=1)
     """Neighbouring ranks that have the experts of each layer together; tokens travel to their experts."""
 
