@@ -1,5 +1,6 @@
 """What all tests share: see runs.py, groups.py and clocks.py."""
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,3 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if UNIT in item.path.parents:
             item.add_marker(pytest.mark.unit)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_memory() -> Iterator[None]:
+    """What a module's tests have freed goes back to the system, where glibc keeps it by itself."""
+    yield
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)

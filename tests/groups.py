@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+SERVED = 3
+"""So many of pytest's processes run tests outside of tests/unit at a time. Most of these start servers, ranks
+and clusters, whose memory bounds the number. The other processes have unit tests, which use the processors
+while the former wait."""
+
 TOGETHER = {
     "remote": ["test_remote"],
     "restart": ["test_restart", "test_chaos", "test_poisonous"],
@@ -23,6 +28,11 @@ TOGETHER = {
 come first. A server takes as much processor time to start as a short run."""
 GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
 ORDER = list(TOGETHER)
+
+
+def is_unit(group: str) -> bool:
+    """Whether a group is a file of tests/unit."""
+    return "unit" in PurePath(group).parts
 
 
 def group_of(file: str) -> str:
@@ -47,5 +57,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid.partition("::")[0])
+
+        def _assign_work_unit(self, node: Any) -> None:
+            """The first group that this process may run, and prefers."""
+            in_order = sorted(self.assigned_work, key=lambda each: int(each.gateway.id.removeprefix("gw")))
+            prefers_units = in_order.index(node) >= SERVED
+            first = next((g for g in self.workqueue if is_unit(g) == prefers_units), None)
+            if first is None and prefers_units:
+                node.shutdown()
+                return
+            if first is not None:
+                self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
 
     return ByGroup(config, log)

@@ -57,8 +57,11 @@ def die_after(process: int) -> None:
     except OSError:  # the system can't
         return
 
+    died = select.poll()  # `select` takes no descriptor above 1023
+    died.register(fd, select.POLLIN)
+
     def watch() -> None:
-        select.select([fd], [], [])
+        died.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifetime", daemon=True).start()

@@ -171,6 +171,7 @@ def go_on(path: Path) -> int:
     role.end_roles("done", "")
     with contextlib.suppress(CairnError):  # of what is beyond repair
         audit(path)
+    run.unlock()
     return start.step
 
 

@@ -180,25 +180,30 @@ def test_a_terminal_follows_a_run_until_it_ends(tmp_path: Path, width: int):
         [sys.executable, "-c", code, str(run.path)], stdin=there, stdout=there, stderr=there, env=environment
     ) as process:
         os.close(there)
-        seen = read_until(here, "step 1 of 10")
-        for step in (2, 3):
-            run.metrics.append({"step": step, **HEALTHY, "reward/mean": step / 4})
-        seen = read_until(here, "step 3 of 10")
-        assert "running" in seen
-        assert re.search(r"reward +0.75", seen)
-        run.set_role("trainer", "done")
-        run.unlock()
-        read_until(here, "done")
-        assert process.wait(60) == 0
+        try:
+            seen = read_until(here, "step 1 of 10")
+            for step in (2, 3):
+                run.metrics.append({"step": step, **HEALTHY, "reward/mean": step / 4})
+            seen = read_until(here, "step 3 of 10")
+            assert "running" in seen
+            assert re.search(r"reward +0.75", seen)
+            run.set_role("trainer", "done")
+            run.unlock()
+            read_until(here, "done")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()  # or it waits for ever for somebody to read what it prints
     os.close(here)
 
 
 def read_until(terminal: int, text: str, seconds: float = 120) -> str:
     """What a terminal shows until `text` is there, without the sequences that move the cursor."""
     content = b""
+    readable = select.poll()
+    readable.register(terminal, select.POLLIN)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if select.select([terminal], [], [], 1.0)[0]:
+        if readable.poll(1000):
             content += os.read(terminal, 65536)
             plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", content.decode(errors="replace"))
             if text in plain:
