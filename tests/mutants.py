@@ -468,6 +468,27 @@ MUTANTS = (
         "row * cut.size",
         "test_megatron_training",
     ),
+    M(
+        "the token that pads learned where it is looked up",
+        "looked_up",
+        "embeddings.detach(), embeddings",
+        "embeddings, embeddings",
+        "test_megatron_training",
+    ),
+    M(
+        "a tied embedding written by the last stage as well",
+        "scattered",
+        "copies[stretch.name] = None",
+        "pass",
+        "test_megatron_training",
+    ),
+    M(
+        "samples dealt to ranks as if all had the same stage",
+        "RankLayout.of",
+        "rank % (ranks // pipeline.size)",
+        "rank",
+        "test_megatron_training",
+    ),
     # Ranks that have experts together
     M(
         "gradients of experts divided by the ranks with the same ones alone",

@@ -55,6 +55,7 @@ class Layout:
     how: dict[str, int] = field(default_factory=dict)
     compute: str = "float32"
     models: tuple[str, ...] = DENSE
+    replicas: int = 1
 
 
 LAYOUTS = {
@@ -69,6 +70,8 @@ LAYOUTS = {
     "experts": Layout(2, how={"expert": 2}, models=("qwen3_moe", "balanced")),
     "experts and data": Layout(4, how={"expert": 2}, models=("qwen3_moe",)),
     "experts, fsdp2": Layout(2, "fsdp2", {"expert": 2}, models=("qwen3_moe",)),
+    "tensor, fsdp2": Layout(2, "fsdp2", {"tensor": 2}, models=("qwen3",)),
+    "replicas, fsdp2": Layout(4, "fsdp2", models=("qwen3", "qwen3_moe"), replicas=2),
     "one, rounded": Layout(1, "fsdp2", compute="bfloat16"),
     "tensor, rounded": Layout(2, how={"tensor": 2}, compute="bfloat16"),
 }
@@ -83,6 +86,9 @@ GOES_ON = [
     *[("experts", "one"), ("one", "experts"), ("experts, fsdp2", "experts and data")],
     *[("experts", "experts, fsdp2"), ("stages and tensor", "data"), ("one", "stages and tensor")],
     *[("tensor", "stages and data"), ("experts, fsdp2", "stages and experts")],
+    *[("stages and tensor", "tensor, fsdp2"), ("tensor, fsdp2", "stages and tensor")],
+    *[("stages and tensor", "replicas, fsdp2"), ("replicas, fsdp2", "stages and tensor")],
+    *[("experts", "replicas, fsdp2"), ("replicas, fsdp2", "experts")],
 ]
 """Layouts, and those whose steps they go on from."""
 
@@ -113,6 +119,7 @@ def start(layout: Layout, group, folder: Path) -> TrainerState:
         backend=layout.backend,
         parallel=layout.how,
         workers=layout.ranks,
+        replicas=layout.replicas,
         precision={"compute": layout.compute},
         optimizer={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         seq_len=24,
@@ -165,7 +172,8 @@ def run_rank(rank: int, ports: list[int], folder: Path) -> None:
         layout = LAYOUTS[name]
         if rank >= layout.ranks:
             continue
-        group = join(rank, layout.ranks, port, backend=layout.backend, **layout.how)
+        how = {**layout.how, "replicas": layout.replicas}
+        group = join(rank, layout.ranks, port, backend=layout.backend, **how)
         for model in both_have(name, source or name):
             state = start(layout, group, folder / model)
             if source is None:

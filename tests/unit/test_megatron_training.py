@@ -1,5 +1,6 @@
 """What megatron-core is asked to train, and where its weights lie in transformers' tensors; without it."""
 
+import itertools
 import math
 from typing import Any
 
@@ -23,7 +24,7 @@ from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.model.hub_layout import hub_layout
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.megatron import families
-from cairn.trainer.backends.megatron.families import INSTALL, check_megatron, problem_of
+from cairn.trainer.backends.megatron.families import INSTALL, check_megatron, looked_up, problem_of
 from cairn.trainer.backends.megatron.parts import Shard, scattered
 from cairn.trainer.group import NO_AXIS, Axis, RankLayout
 
@@ -162,6 +163,18 @@ def test_ranks_of_all_stages_share_samples(tensor: int, pipeline: int, data: int
     assert [layouts[rank].data.rank for rank in reporting] == list(range(data))
 
 
+def test_the_token_that_pads_learns_nothing_where_it_is_looked_up():
+    """As torch's Embedding with a padding_idx, which transformers makes."""
+    weight = torch.randn(6, 4, requires_grad=True)
+    tokens = torch.tensor([[1, 0, 3], [0, 3, 5]])
+    for padding in (0, None):
+        expected = torch.nn.functional.embedding(tokens, weight, padding_idx=padding)
+        (right,) = torch.autograd.grad(expected.square().sum(), weight)
+        found = looked_up(torch.nn.functional.embedding(tokens, weight), tokens, padding)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(found.square().sum(), weight)[0], right)
+
+
 def parameters_of(about: Any, tensor: int, experts: range) -> dict[str, torch.nn.Parameter]:
     """megatron-core's parameters on one of `tensor` ranks, by its names, with some of the experts."""
     hidden, head = about.hidden_size, about.head_dim
@@ -202,10 +215,32 @@ def parameters_of(about: Any, tensor: int, experts: range) -> dict[str, torch.nn
     return found
 
 
-def held_by(about: Any, tensor: int, rank: int, data: int, number: int) -> dict[str, Scattered]:
+def of_stage(about: Any, parameters: dict[str, torch.nn.Parameter], last: bool) -> dict[str, Any]:
+    """Those of the first or the last one of two stages, each with half of the layers."""
+    found: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        at = name.split(".")
+        layer = int(at[2]) if at[1] == "layers" else None
+        of_last = layer * 2 >= about.num_hidden_layers if layer is not None else at[0] != "embedding"
+        if of_last == last:
+            found[name] = parameter
+    if last and about.tie_word_embeddings:
+        head: Any = torch.nn.Parameter(
+            torch.zeros_like(parameters["embedding.word_embeddings.weight"]), False
+        )
+        head.tensor_model_parallel, head.partition_dim, head.shared = True, 0, True
+        found["output_layer.weight"] = head
+    return found
+
+
+def held_by(
+    about: Any, tensor: int, rank: int, data: int, number: int, last: bool | None
+) -> dict[str, Scattered]:
     """What a rank's optimiser has of transformers' tensors: the values of flat parameters from one place in
-    the buffer to another, which falls within parameters."""
+    the buffer to another, which falls within parameters. last: which one of two stages; None: of one."""
     parameters = parameters_of(about, tensor, range(getattr(about, "num_experts", 0)))
+    if last is not None:
+        parameters = of_stage(about, parameters, last)
     total = sum(one.numel() for one in parameters.values())
     first, last = total * number // data, total * (number + 1) // data
     shards: list[Shard] = []
@@ -219,31 +254,31 @@ def held_by(about: Any, tensor: int, rank: int, data: int, number: int) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("about", "tensor", "data"),
-    [(about, *ranks) for about in DENSE for ranks in [(1, 1), (1, 3), (2, 1), (2, 3)]]
-    + [(MODELS[-1], 1, 1), (MODELS[-1], 1, 3)],
+    ("about", "tensor", "data", "stages"),
+    [(about, *ranks) for about in DENSE for ranks in [(1, 1, 1), (1, 3, 1), (2, 1, 1), (2, 3, 1), (2, 3, 2)]]
+    + [(MODELS[-1], 1, 1, 1), (MODELS[-1], 1, 3, 1), (MODELS[-1], 1, 3, 2)],
     ids=lambda value: getattr(value, "model_type", value),
 )
-def test_the_ranks_have_each_value_once(about: PreTrainedConfig, tensor: int, data: int):
+def test_the_ranks_have_each_value_once(about: PreTrainedConfig, tensor: int, data: int, stages: int):
     """Whatever is read into what they hold is what is written of it: all values, each by one rank."""
     places = hub_layout(about).places
     written = {name: torch.zeros(place.shape) for name, place in places.items()}
     times = {name: torch.zeros(place.shape) for name, place in places.items()}
     numbers = {name: torch.arange(math.prod(place.shape)) + 1.0 for name, place in places.items()}
-    for rank in range(tensor):
-        for number in range(data):
-            held = at_places(held_by(about, tensor, rank, data, number), places)
-            targets = RowTargets(held)
-            for name, target in targets.tensors.items():
-                share = share_of(name, target, rank)
-                for first, values in share.cut(share.flat()):
-                    values.copy_(numbers[name][first : first + len(values)])
-            targets.finish()
-            for name, tensor_here in in_rows(held).items():
-                share = share_of(name, tensor_here, rank).owned()
-                for first, values in share.cut(share.flat()):
-                    written[name].view(-1)[first : first + len(values)] = values
-                    times[name].view(-1)[first : first + len(values)] += 1
+    which = [False, True] if stages == 2 else [None]
+    for rank, number, last in itertools.product(range(tensor), range(data), which):
+        held = at_places(held_by(about, tensor, rank, data, number, last), places)
+        targets = RowTargets(held)
+        for name, target in targets.tensors.items():
+            share = share_of(name, target, rank)
+            for first, values in share.cut(share.flat()):
+                values.copy_(numbers[name][first : first + len(values)])
+        targets.finish()
+        for name, tensor_here in in_rows(held).items():
+            share = share_of(name, tensor_here, rank).owned()
+            for first, values in share.cut(share.flat()):
+                written[name].view(-1)[first : first + len(values)] = values
+                times[name].view(-1)[first : first + len(values)] += 1
     for name, values in written.items():
         assert torch.equal(values.view(-1), numbers[name]), name
         assert (times[name] == 1).all(), name

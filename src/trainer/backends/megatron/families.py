@@ -3,6 +3,7 @@
 import importlib.util
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from cairn.config.parallel import ParallelConfig
@@ -31,7 +32,9 @@ def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig, router_aux
             "backend"
         )
     if problem := problem_of(about, parallel, router_aux_coef):
-        raise UsageError(f"backend = 'megatron' can't train the model: {problem}; leave out backend")
+        raise UsageError(
+            f"backend = 'megatron' can't train the model: {problem}; change that, or leave out backend"
+        )
 
 
 def problem_of(about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coef: float) -> str | None:
@@ -96,6 +99,17 @@ def problem_of(about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coe
 def has_experts(about: PreTrainedConfig) -> bool:
     """Whether a token passes through some of several experts."""
     return about.model_type == "qwen3_moe"
+
+
+def looked_up(embeddings: torch.Tensor, token_ids: torch.Tensor, unlearned: int | None) -> torch.Tensor:
+    """Embeddings [..., H] of tokens [...] as transformers learns them.
+
+    Args:
+        unlearned: the token that pads: its embedding is looked up, and learns nothing from that.
+    """
+    if unlearned is None:
+        return embeddings
+    return torch.where((token_ids == unlearned)[..., None], embeddings.detach(), embeddings)
 
 
 def arguments_of(about: PreTrainedConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.backends.megatron.families import arguments_of
+from cairn.trainer.backends.megatron.families import arguments_of, looked_up
 from cairn.trainer.backends.megatron.stages import OneStage, Pipeline, Stages
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.group import Axis, RankGroup
@@ -181,9 +181,7 @@ class MegatronModel(torch.nn.Module):
             return inputs[0][:0], *inputs[1:]
 
         def look_up(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], found: torch.Tensor) -> Any:
-            if self.unlearned is None:
-                return found
-            return torch.where((inputs[0] == self.unlearned)[..., None], found.detach(), found)
+            return looked_up(found, inputs[0], self.unlearned)
 
         hooks: list[Any] = []
         if self.stages.first:
