@@ -485,7 +485,7 @@ MUTANTS = (
     M(
         "samples dealt to ranks as if all had the same stage",
         "RankLayout.of",
-        "rank % (ranks // pipeline.size)",
+        "rank % of_stage",
         "rank",
         "test_megatron_training",
     ),
