@@ -25,6 +25,7 @@ OURS = {
     "weight-transfer-config": None,
     "hf-overrides": None,
     "api-key": None,
+    "enable-return-routed-experts": "--return-experts",
     "enable-lora": "--max-lora-rank",
     "max-lora-rank": "--max-lora-rank",
     "max-loras": "--max-loras",
@@ -82,6 +83,8 @@ class InferenceConfig(CommandConfig):
     """Take only adapters, up to this rank, and compute them unmerged; rl sets it by lora.serve."""
     max_loras: int = Field(default=4, ge=1)
     """Policies that one batch may hold answers of (with max_lora_rank); rl raises it if it needs more."""
+    return_experts: bool = False
+    """Tell clients the experts that are chosen for each token; rl sets it by trainer.router_replay."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 

@@ -4,9 +4,13 @@ Of each token vLLM sends about 140 bytes, of which 8 are used. So answers are re
 they do not name is skipped.
 """
 
-import msgspec
+import base64
+import io
 
-from cairn.policy.generation import Generation, ServedAdapter, VersionSpan
+import msgspec
+import numpy as np
+
+from cairn.policy.generation import Generation, RoutedExperts, ServedAdapter, VersionSpan
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -30,6 +34,7 @@ class Continuation(msgspec.Struct):
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
 
     def spans(self, adapter: ServedAdapter | None) -> list[VersionSpan]:
         """Which policies the tokens come from.
@@ -40,7 +45,23 @@ class Continuation(msgspec.Struct):
             return [VersionSpan(adapter.version, 0, len(self.token_ids))] if self.token_ids else []
         return self.weight_versions or []
 
-    def generation(self, adapter: ServedAdapter | None, cached: int = 0) -> Generation:
+    def experts(self, start: int | None, prompt: int) -> RoutedExperts | None:
+        """The experts of the tokens from number `start` on, of which the first `prompt` are the prompt's.
+
+        Raises:
+            ValueError: they are not those of these tokens.
+        """
+        if start is None or self.routed_experts is None or not self.token_ids:
+            return None
+        rows = np.load(io.BytesIO(base64.b64decode(self.routed_experts)), allow_pickle=False)
+        wanted = prompt + len(self.token_ids) - 1 - start
+        if rows.ndim != 3 or len(rows) != wanted or rows.dtype not in (np.uint8, np.uint16):
+            raise ValueError(f"{rows.dtype} {list(rows.shape)} as the experts of {wanted} tokens")
+        return RoutedExperts(start, rows)
+
+    def generation(
+        self, adapter: ServedAdapter | None, cached: int = 0, experts: RoutedExperts | None = None
+    ) -> Generation:
         """The continuation.
 
         Raises:
@@ -58,7 +79,7 @@ class Continuation(msgspec.Struct):
             raise ValueError(f"weight versions of {covered} tokens out of {len(self.token_ids)}")
         logprobs = [token.logprob for token in content]
         stop = self.stop_reason if isinstance(self.stop_reason, str) else None
-        return Generation(self.token_ids, logprobs, spans, self.finish_reason, stop, cached)
+        return Generation(self.token_ids, logprobs, spans, self.finish_reason, stop, cached, experts)
 
 
 class PromptTokens(msgspec.Struct):

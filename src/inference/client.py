@@ -88,6 +88,8 @@ class ServerStatus:
     """After an update: whether another server has handed the policy on to it."""
     came: int | None = None
     """After an update: bytes of the policy that it has read or received; None: it does not know."""
+    experts: bool = False
+    """Whether it tells the experts that its model chooses for each token (`inference.return_experts`)."""
     base: dict[str, str] | None = None
     """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
 
@@ -294,6 +296,9 @@ class InferenceClient:
             "logprobs": 0,  # of the sampled token only
             "detokenize": bool(params.stop),
         }
+        start: int | None = sampling.pop("experts_from")
+        if start is not None:
+            sampling["routed_experts_prompt_start"] = start
         if params.stop:
             sampling |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         else:
@@ -303,7 +308,10 @@ class InferenceClient:
         content = await self._tokens(request, adapter, max(1.0, params.max_tokens / TIMED_TOKENS))
         with self._expecting(f"{params.n} choices", content):
             answer = read_answer(content, adapter, params.n)
-            return [choice.generation(adapter, answer.cached_tokens) for choice in answer.choices]
+            return [
+                choice.generation(adapter, answer.cached_tokens, choice.experts(start, len(prompt_ids)))
+                for choice in answer.choices
+            ]
 
     async def score(
         self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None

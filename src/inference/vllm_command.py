@@ -20,6 +20,8 @@ from cairn.run.errors import UsageError
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_RANK)
 """Those that vLLM reserves memory for."""
 HEADS = {"lm_head", "embed_tokens"}
+EXPERTS_SCHEDULER = "cairn.inference.plugin.routed_experts.ExpertsScheduler"
+"""What has a server on a CPU tell the experts of tokens."""
 
 
 def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
@@ -77,10 +79,14 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
         }
         if not config.compile:
             env["TORCHDYNAMO_DISABLE"] = "1"
+        if config.return_experts:  # read between passes, before the next one may use the same slots
+            argv += ["--scheduler-cls", EXPERTS_SCHEDULER, "--no-async-scheduling"]
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
         # Where the engine's own processes meet: vLLM would take the address towards the internet.
         env["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or "127.0.0.1"
+        if config.return_experts:
+            argv += ["--enable-return-routed-experts"]
         if config.colocated:  # puts weights and KV cache where they can be freed; on a CPU nothing is
             argv += ["--enable-sleep-mode"]
     changes: dict[str, int | str] = {**overrides(model)}

@@ -5,6 +5,9 @@ Imports neither torch nor vllm, so that any process can use it.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -13,7 +16,8 @@ class SamplingParams:
     max_tokens: maximum length. n: number of continuations. temperature: divisor of the logits. top_p: sample
     from the most likely tokens with this total probability. seed: continuation i uses `seed + i`; None is
     random. stop_token_ids: tokens that end a continuation. stop: texts that end it with the token that
-    completes one; the server does not see one that began in the prompt.
+    completes one; the server does not see one that began in the prompt. experts_from: number of the prompt's
+    first token whose experts are asked for, and those of all later ones; None: of no token.
     """
 
     max_tokens: int
@@ -23,6 +27,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,18 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """The experts that a server's mixture of experts chose for tokens in a row.
+
+    start: number of tokens before them, from the beginning of the prompt. rows: uint8 or uint16 [tokens,
+    layers, experts of a token], counted from 0 in each layer; any numbers for layers without experts.
+    """
+
+    start: int
+    rows: npt.NDArray[np.uint8 | np.uint16]
+
+
 @dataclass(frozen=True)
 class Generation:
     """One sampled continuation of a prompt.
@@ -54,7 +71,8 @@ class Generation:
     temperature and top-p. `weight_versions` are consecutive spans that cover every token. `finish_reason` is
     `"stop"` (an end token or the last token of a stop string, included in `token_ids`), `"length"`, or
     `"abort"` (the server is stopping). `stop` is the stop string that the server says has ended it, if one.
-    `cached_tokens`: of the prompt, whose keys and values the server had.
+    `cached_tokens`: of the prompt, whose keys and values the server had. `experts`: of the tokens that they
+    were asked for, but for the last one, which has gone through no layer; None: the server tells none.
     """
 
     token_ids: list[int]
@@ -63,6 +81,7 @@ class Generation:
     finish_reason: str
     stop: str | None = None
     cached_tokens: int = field(default=0, compare=False)
+    experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
 
 
 # How a policy that is in the trainer's memory gets to servers; see `relay.py`.

@@ -31,10 +31,12 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from cairn.inference.vllm_command import overrides
+from cairn.inference.vllm_command import EXPERTS_SCHEDULER, overrides
 
 families.FAMILIES["heads_of_16"] = families.Family("llama", "dense", {**families.SIZE, "head_dim": 16})
 TOKENS = [3 + i * i % 97 for i in range(40)]
+TELLING = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
+"""Families whose servers tell the experts of tokens on CPUs."""
 
 
 def reference(model: torch.nn.Module) -> torch.Tensor:
@@ -47,6 +49,44 @@ def served(llm: LLM) -> torch.Tensor:
     settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     answer = llm.generate([{"prompt_token_ids": TOKENS}], settings, use_tqdm=False)[0]
     return torch.tensor([answer.prompt_logprobs[i][TOKENS[i]].logprob for i in range(1, len(TOKENS))])
+
+
+def right_experts(llm: LLM, model: torch.nn.Module) -> float:
+    """Of the experts that the server tells of the tokens of answers and their prompts, the share that
+    transformers chooses.
+
+    Two answers share a prompt, so one finds it in the cache; a third goes on behind what is known.
+    """
+    chosen: dict[int, torch.Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            number = int(name.split(".layers.")[1].split(".")[0])
+
+            def note(_: torch.nn.Module, given: tuple, number: int = number) -> None:
+                chosen[number] = next(one for one in given[1:] if not one.is_floating_point())
+
+            hooks.append(module.register_forward_pre_hook(note))
+    right, total, ids = 0, 0, TOKENS
+    for start, count in ((0, 2), (len(TOKENS) + 7, 1)):
+        settings = SamplingParams(
+            max_tokens=8, n=count, seed=1, detokenize=False, routed_experts_prompt_start=start
+        )
+        prompt = {"prompt_token_ids": ids, "cache_salt": "of these weights"}
+        answers = llm.generate([prompt], settings, use_tqdm=False)[0].outputs
+        for answer in answers:
+            whole = [*ids, *answer.token_ids]
+            with torch.no_grad():
+                model(torch.tensor([whole]), use_cache=False)
+            told = torch.from_numpy(answer.routed_experts.astype("int64"))
+            assert len(told) == len(whole) - 1 - start
+            for number, own in chosen.items():
+                same = told[:, number].sort().values == own[start : len(whole) - 1].sort().values
+                right, total = right + int(same.sum()), total + same.numel()
+        ids = whole
+    for hook in hooks:
+        hook.remove()
+    return right / total
 
 
 def push(llm: LLM, folder: Path) -> None:
@@ -70,6 +110,7 @@ def verdict(family: str, folder: Path) -> dict:
     tensors = {name: tensor.clone() for name, tensor in models[0].state_dict().items() if name not in tied}
     save_file(tensors, own / "model.safetensors")
     expected = [reference(model) for model in models]
+    more = {"scheduler_cls": EXPERTS_SCHEDULER, "async_scheduling": False} if family in TELLING else {}
     llm = LLM(
         str(folders[0]),
         load_format="cairn",
@@ -82,15 +123,16 @@ def verdict(family: str, folder: Path) -> dict:
         max_num_seqs=4,
         logprobs_mode="processed_logprobs",
         enable_chunked_prefill=False,
-        enable_prefix_caching=False,
+        enable_prefix_caching=family in TELLING,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="filesystem"),
+        **more,
     )
     differences = [(served(llm) - expected[0]).abs().mean().item()]
     for seed, pushed in ((0, folders[0]), (1, folders[1]), (0, own)):
         push(llm, pushed)
         differences.append((served(llm) - expected[seed]).abs().mean().item())
-    return {"differences": differences}
+    return {"differences": differences, "experts": right_experts(llm, models[0]) if more else 1.0}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny import write_example
 
 from cairn.config.inference import InferenceConfig
+from cairn.inference import vllm_command
 from cairn.inference.client import Unauthorized, token_file, token_for
 from cairn.inference.vllm_command import command
 from cairn.run.errors import UsageError
@@ -66,6 +67,20 @@ def test_a_server_of_adapters_has_them_on_all_layers_but_embeddings_and_heads(tm
     assert "--enable-lora" not in command(InferenceConfig(), str(tmp_path))[0]
     with pytest.raises(UsageError, match="--max-lora-rank 9: the names of the model's layers can't be read"):
         command(InferenceConfig(max_lora_rank=9), "some/model")
+
+
+def test_a_server_tells_experts_as_its_build_can(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own way is refused by its CPU build."""
+    assert "--scheduler-cls" not in command(InferenceConfig(), "some/model")[0]
+    argv, _ = command(InferenceConfig(return_experts=True), "some/model")
+    assert option(argv, "--scheduler-cls") == vllm_command.EXPERTS_SCHEDULER
+    assert "--no-async-scheduling" in argv
+    monkeypatch.setattr(vllm_command, "installed_build", lambda: "gpu")
+    argv, _ = command(InferenceConfig(return_experts=True), "some/model")
+    assert "--enable-return-routed-experts" in argv
+    assert "--scheduler-cls" not in argv
+    with pytest.raises(ValueError, match="set it with --return-experts"):
+        InferenceConfig(vllm_args=["--enable-return-routed-experts"])
 
 
 def test_auto_dtype_is_the_one_that_the_model_was_saved_with(tmp_path: Path):

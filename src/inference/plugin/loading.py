@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from cairn.checkpoint.tensors.layout import tensor_files
+from cairn.inference.plugin.routed_experts import note_experts
 from cairn.inference.plugin.vllm_internals import (
     SKIP_TENSORS,
     Attention,
@@ -89,6 +90,7 @@ class RepackableLoader(DefaultModelLoader):
     ) -> torch.nn.Module:
         model = super().load_model(vllm_config, model_config, prefix)
         check_heads(model)
+        note_experts(model, vllm_config)
         rotate_all_heads(model)
         pack_linear_weights(model.modules())
         checks_of(model).note(model.named_parameters())

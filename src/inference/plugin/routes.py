@@ -33,7 +33,7 @@ from cairn.inference.plugin.middleware import (
     failure,
 )
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Swapping, Updates, WeightUpdate
-from cairn.inference.vllm_command import adapter_folder, samples_of
+from cairn.inference.vllm_command import EXPERTS_SCHEDULER, adapter_folder, samples_of
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class CairnRoutes:
             "adapter": self._updates.adapter,
             "max_lora_rank": lora and lora.max_lora_rank,
             "max_loras": lora and lora.max_loras,
+            "experts": _tells_experts(self._engine.vllm_config),
             "base": self._base,
             "epoch": self._epoch,
             "model": self._model,
@@ -190,6 +191,12 @@ class CairnRoutes:
             yield update
         finally:
             self._update = None
+
+
+def _tells_experts(config: "VllmConfig") -> bool:
+    """Whether answers have the experts of their tokens, in one of two ways."""
+    on_cpu = config.scheduler_config.scheduler_cls == EXPERTS_SCHEDULER
+    return on_cpu or config.aux_output_config.enable_return_routed_experts
 
 
 def gpus_of(config: "VllmConfig") -> list[str]:

@@ -21,12 +21,18 @@ from vllm.config import VllmConfig
 # Which tensors vLLM's layer-by-layer reload takes together.
 from vllm.distributed.weight_transfer.base import layerwise_groups
 
+# Which tokens a pass computes, by their slots in the cache.
+from vllm.forward_context import get_forward_context
+
 # Head sizes that kernels refuse too late; weights that are products of others.
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 # Which weights a reload reaches: the methods in `quant_method`, with their `moe_kernel`, `fused_experts` and
 # `requantization_source`.
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+# Has a model's routers show what they choose. Of its second argument it calls `capture` alone.
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -52,6 +58,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+# Gives answers the experts of their tokens on CPUs (`aux_output_connector`, `block_size`, `kv_cache_config`,
+# `kv_cache_manager.get_block_ids`).
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from cairn.inference.server import MODEL_REFUSED
 
