@@ -377,6 +377,15 @@ UNDEALT = {
 """The same of experts that ranks can't have together: the column `expert`."""
 
 
+CHOICE = ("no: chooses in its own way", "chooses experts in a way of its own|are not those that are replayed")
+UNREPLAYED = {
+    **{name: NO_EXPERTS for name, about in FAMILIES.items() if "MoE" not in about.kind},
+    **dict.fromkeys(("llama4", "phimoe"), CHOICE),
+}
+"""The same of experts whose choice can't be replayed: the column `replay`; tests/unit/test_router_replay.py
+checks it."""
+
+
 def make_config(family: str, **changed: Any) -> PreTrainedConfig:
     """The tiny configuration of a family."""
     about = FAMILIES[family]

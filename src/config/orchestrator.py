@@ -31,7 +31,7 @@ one GPU with 80 GiB at a few thousand tokens each, and are computed again whenev
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    unlisted = frozenset({"colocated", "teachers"})
+    unlisted = frozenset({"colocated", "teachers", "router_replay"})
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts its own with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -84,6 +84,8 @@ class OrchestratorConfig(SharedConfig):
     """Seconds to wait for the trainer's next policy."""
     teachers: dict[str, str] = {}
     """The models that score batches, by column; the trainer's kl and distill set it."""
+    router_replay: bool = False
+    """Keep the experts that servers choose for each token, for the trainer; trainer.router_replay sets it."""
     colocated: bool = False
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
 
@@ -124,6 +126,7 @@ class OrchestratorConfig(SharedConfig):
             "environments": [],
             "sampling": self.sampling.model_copy(update=sampling),
             "samples_per_prompt": evaluation.samples,
+            "router_replay": False,
         }
         return self.model_copy(update=changed)
 

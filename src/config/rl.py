@@ -148,6 +148,15 @@ class RLConfig(SharedConfig, SupervisionConfig):
         return self
 
     @model_validator(mode="after")
+    def _others_know_what_is_replayed(self) -> Self:
+        if self.trainer.router_replay:
+            inference = self.inference.model_copy(update={"return_experts": True})
+            orchestrator = self.orchestrator.model_copy(update={"router_replay": True})
+            object.__setattr__(self, "inference", inference)
+            object.__setattr__(self, "orchestrator", orchestrator)
+        return self
+
+    @model_validator(mode="after")
     def _own_servers_compute_adapters(self) -> Self:
         """Set what the servers need that the run starts, in whatever way it does."""
         if self.trainer.lora and self.trainer.lora.serve == "unmerged":

@@ -135,6 +135,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return False
 
     @property
+    def replays_experts(self) -> bool:
+        """Whether the policy's tokens pass through the experts that servers chose for them."""
+        return False
+
+    @property
     def publishes_first(self) -> bool:
         """Whether servers get the policy that a new run begins with from the trainer, not from its folder."""
         return False
@@ -363,6 +368,8 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """Data type in which servers get policies; auto is that of the trainer's computation."""
     weight_host: str | None = None
     """With network: the trainer's address for servers; for ranks on several machines, a server's address."""
+    router_replay: bool = False
+    """Have tokens pass through the experts that servers chose for them (mixtures of experts)."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
     keep_tokens_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
@@ -381,6 +388,7 @@ class TrainerConfig(WithTeachers, TrainerBase):
             "critic": self.critic is not None,
             "colocated": self.colocated,
             'weight_transport = "network"': self.weight_transport == "network",
+            "router_replay": self.router_replay,
         }
         found = next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
         return found or super()._not_with_megatron()
@@ -409,6 +417,15 @@ class TrainerConfig(WithTeachers, TrainerBase):
         return self
 
     @model_validator(mode="after")
+    def _routers_can_be_replayed(self) -> Self:
+        if self.router_replay and self.compile:
+            raise ValueError(
+                "router_replay beside compile: the experts that a compiled layer chooses can't be replaced; "
+                "give one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_policy_is_trained(self) -> Self:
         critic = self.critic
         if critic is None:
@@ -432,6 +449,10 @@ class TrainerConfig(WithTeachers, TrainerBase):
     @property
     def shares_gpu(self) -> bool:
         return self.colocated
+
+    @property
+    def replays_experts(self) -> bool:
+        return self.router_replay
 
     @property
     def publishes_first(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cairn.config.teachers import TEACHER_LOGPROBS
-from cairn.orchestrator.advantages import batch_samples, differ, teaches
+from cairn.orchestrator.advantages import batch_samples, complete_experts, differ, teaches
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.completion import Completer
 from cairn.orchestrator.environments import EnvironmentFailed
@@ -218,10 +218,16 @@ class BatchMaker:
     async def _ship(self, step: int, groups: list[AnswerGroup]) -> None:
         """Have servers score the batch of `step`, write its file, then record the batch in the ledger."""
         state = self.state
+        if state.config.router_replay:
+            for group in groups:
+                state.ledger.take_experts(group)
         by_group = self._samples([group.learned for group in groups])
         self._retried = Counter({i: one.retrying.take() for i, one in enumerate(self.completers)})
-        await self.teachers.score(list(itertools.chain.from_iterable(by_group)))
+        flat = list(itertools.chain.from_iterable(by_group))
+        of_experts = {"experts/known": complete_experts(flat)} if state.config.router_replay else {}
+        await self.teachers.score(flat)
         batch = self._batch(step, groups, by_group)
+        batch.metrics |= of_experts
         self.remade.check(batch.header.ledger)
         fault_point("orchestrator.before_ship")
         await state.disk.do(self._write, step, groups, batch)

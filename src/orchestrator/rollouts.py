@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cairn.orchestrator.environments.protocol import unscored
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, RoutedExperts
 from cairn.run.messages import PolicyName
 
 LEAST = 2
@@ -22,6 +22,8 @@ class Sampled:
     finish_reason: str | None
     recorded: int | None
     """How many of the tokens the ledger has; None: it has no row of this. Only the ledger sets it."""
+    experts: list[RoutedExperts]
+    """Those that the ledger does not have yet; all of them while a batch is made (`Ledger.take_experts`)."""
 
     @property
     def began(self) -> str | None:
@@ -39,6 +41,8 @@ class Sampled:
         self.token_ids.extend(generation.token_ids)
         self.logprobs.extend(generation.logprobs)
         self.versions += [(s.version, before + s.start, before + s.end) for s in generation.weight_versions]
+        if generation.experts is not None:
+            self.experts.append(generation.experts)
         piece = generation.finish_reason == "length" and len(generation.token_ids) == asked
         goes_on = piece and len(self.token_ids) < longest
         self.finish_reason = None if goes_on else generation.finish_reason
@@ -71,6 +75,7 @@ class Turn(Sampled):
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     finish_reason: str | None = None
     recorded: int | None = field(default=None, compare=False, repr=False)
+    experts: list[RoutedExperts] = field(default_factory=list[RoutedExperts], compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Rollout(Sampled):
     diverged: int = 0
     turns: list[Turn] = field(default_factory=list[Turn])
     recorded: int | None = field(default=None, compare=False, repr=False)
+    experts: list[RoutedExperts] = field(default_factory=list[RoutedExperts], compare=False, repr=False)
     begun: float | None = field(default=None, compare=False)
     seconds: float | None = field(default=None, compare=False)
 

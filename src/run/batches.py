@@ -22,6 +22,11 @@ from cairn.run.file_system import appears
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.messages import BatchHeader
 
+EXPERTS = "experts"
+"""The column with the experts that a server chose."""
+UNKNOWN_EXPERT = -1
+"""In its place where nobody knows."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -46,6 +51,7 @@ COLUMNS = {
     "number": Column(np.int32),
     "reference_logprobs": Column(np.float32),
     "teacher_logprobs": Column(np.float32),
+    EXPERTS: Column(np.int16, UNKNOWN_EXPERT),
 }
 """All columns: what the sampler gave each token, how much better an answer is than others, and, in the place
 of that, the rewards from which the trainer computes it. Of preferences, with one value for all tokens of a
@@ -53,6 +59,8 @@ sample: `side`, 1 of the chosen answer, -1 of the rejected one, 0 of one that is
 logprob of its learned tokens together under the reference. `number`: the sample's place among those that are
 scored one by one.
 `reference_logprobs`, `teacher_logprobs`: what a served reference or teacher gives each token.
+`experts`: those that each token passed through in the server, counted from 0 in each layer; it alone has
+several values for each token, [T, layers, experts of a token].
 
 A further one needs an entry here and somebody who fills it in; batch files, packing and losses then have it.
 Samples need not have all columns, but those of one batch have the same ones.
@@ -97,8 +105,8 @@ class Piece:
 class Sample:
     """One sequence of T tokens to learn from.
 
-    token_ids: int32 [T]. loss_mask: bool [T], which tokens are learned. columns: by name, [T] each, of the
-    data types in `COLUMNS`.
+    token_ids: int32 [T]. loss_mask: bool [T], which tokens are learned. columns: by name, [T] each
+    (`experts`: [T, layers, experts of a token]), of the data types in `COLUMNS`.
     """
 
     token_ids: np.ndarray

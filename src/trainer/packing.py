@@ -32,7 +32,8 @@ class MicroBatch:
 
     input_ids, position_ids: int64 [R, T]; positions start at 0 with each sample, which is how the model
     knows where one ends; padding is a sample of its own. loss_mask, is_token (not padding): bool [R, T].
-    columns: those that the batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
+    columns: those that the batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T]; with several
+    values for each token [R, T, ...], unless there is no sample.
     learned: int64 [L], where `loss_mask` is True in the flattened rows. bounds: int32 [samples + 1], where
     each sample begins in the flattened rows, and at last R * T. Both are made on the host, since a GPU could
     tell how long they are only after all that it was asked to do before.
@@ -445,9 +446,10 @@ def fill_rows(
     places = np.repeat(starts, lengths) + within
 
     def spread(values: list[np.ndarray], dtype: type[np.generic], default: float = 0) -> np.ndarray:
-        filled = np.full(shape, default, dtype)
+        of_each = values[0].shape[1:] if values else ()
+        filled = np.full((*shape, *of_each), default, dtype)
         if values:
-            filled.reshape(-1)[places] = np.concatenate(values)
+            filled.reshape(-1, *of_each)[places] = np.concatenate(values)
         return filled
 
     input_ids = spread([sample.token_ids for sample in samples], np.int64)

@@ -39,7 +39,7 @@ from cairn.config.optimizer import SGDConfig
 from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
-from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
+from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.backend import make_backend
 from cairn.trainer.backends.experts import check_experts
@@ -53,6 +53,7 @@ from cairn.trainer.models.value_model import with_reward_token
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows, make_rank_batch
 from cairn.trainer.publishing.transports import FileTransport, Served
+from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.self_check import find_rows
 from cairn.trainer.scoring.tokens import Scorer, scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
@@ -117,7 +118,10 @@ WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
 
 def make_batch() -> Batch:
-    """Three micro-batches of one row, so that the second of two ranks has one that holds nothing."""
+    """Three micro-batches of one row, so that the second of two ranks has one that holds nothing.
+
+    Of the tokens of some samples, servers have told the experts.
+    """
     draw = np.random.default_rng(0)
     samples = [
         Sample(
@@ -130,6 +134,9 @@ def make_batch() -> Batch:
         )
         for n in (20, 14, 9, 24, 5)
     ]
+    for number, sample in enumerate(samples):
+        chosen = np.argsort(draw.random((len(sample.token_ids), 2, 4)), -1)[..., :2].astype(np.int16)
+        sample.columns[EXPERTS] = chosen if number % 2 else np.full_like(chosen, UNKNOWN_EXPERT)
     return Batch(samples, sampling=Sampling(0.8))
 
 
@@ -383,6 +390,8 @@ def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerSta
     read_tensors(model_folder, weights(model), "model")
     policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+    if model_folder.name == "experts":
+        state.scorer.replay = RouterReplay(model)
     if group.context.size > 1:
         state.check_model()
         assert state.scorer.attention.context == group.context
@@ -463,7 +472,7 @@ def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[st
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_ranks_make_the_step_of_one(found: Path, name: str):
-    """Its loss, its gradient and its weights, with logits at once and in chunks."""
+    """Its loss, gradient and weights, with logits at once and in chunks; and with experts of servers."""
     reference_row, reference = result(found, name, "at once", "one")
     for world in (world for world in NAMES if name in models_in(world)):
         for way in WAYS:

@@ -15,7 +15,7 @@ import draws
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SERVED, UNDEALT, UNDIVIDED, UNSHARED, make, make_config
+from families import FAMILIES, SERVED, UNDEALT, UNDIVIDED, UNREPLAYED, UNSHARED, make, make_config
 from one_rank import joined, one_rank
 from runs import ABOUT
 from safetensors.torch import load_file
@@ -50,6 +50,7 @@ HEADINGS = (
     "context",
     "tensor",
     "expert",
+    "replay",
     "server = trainer",
 )
 UPDATE = "`PYTHONPATH=tests python tests/unit/test_families.py` writes the table anew"
@@ -62,7 +63,7 @@ CLOSE = 2e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """A family's line in the table but its last four columns: what was found."""
+    """A family's line in the table but its last five columns: what was found."""
 
     rows: str
     disk: str
@@ -233,7 +234,7 @@ def assert_same(a: TrainerState, b: TrainerState) -> None:
 
 def line(family: str, verdict: Verdict) -> str:
     """The family's line in the table."""
-    refusals = (UNSHARED, UNDIVIDED, UNDEALT)
+    refusals = (UNSHARED, UNDIVIDED, UNDEALT, UNREPLAYED)
     shared = (refused[family][0] if family in refused else "yes" for refused in refusals)
     cells = (family, FAMILIES[family].kind, *asdict(verdict).values(), *shared)
     cells += (SERVED.get(family, NOT_TRIED),)

@@ -4,7 +4,6 @@ import itertools
 import statistics
 import string
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from cairn.orchestrator.environments import (
 )
 from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.policy.generation import VersionSpan
+from cairn.policy.generation import Generation, VersionSpan
 from cairn.run.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -351,34 +350,23 @@ def test_a_group_is_as_old_as_its_oldest_token():
     assert AnswerGroup(0, 7, 9, [50], []).oldest_step == 9
 
 
-@dataclass
-class Piece:
+def piece(token_ids: list[int], finish_reason: str, version: str = "r:b:1") -> Generation:
     """What a server sampled; all of it from one version."""
-
-    token_ids: list[int]
-    finish_reason: str
-    version: str = "r:b:1"
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [-token / 10 for token in self.token_ids]
-
-    @property
-    def weight_versions(self) -> list:
-        return [VersionSpan(self.version, 0, len(self.token_ids))]
+    spans = [VersionSpan(version, 0, len(token_ids))]
+    return Generation(token_ids, [-token / 10 for token in token_ids], spans, finish_reason)
 
 
 def test_an_answer_grows_piece_by_piece():
     """It is whole when it ended by itself or is as long as allowed; each token keeps its version."""
     answer = Rollout(seed=3)
-    answer.extend(Piece([1, 2], "length"), asked=2, longest=6)
+    answer.extend(piece([1, 2], "length"), asked=2, longest=6)
     assert answer.finish_reason is None
-    answer.extend(Piece([3, 4], "length", "r:b:2"), asked=2, longest=6)
+    answer.extend(piece([3, 4], "length", "r:b:2"), asked=2, longest=6)
     assert answer.versions == [("r:b:1", 0, 2), ("r:b:2", 2, 4)]
     assert answer.finish_reason is None
     ended, cut = deepcopy(answer), deepcopy(answer)
-    ended.extend(Piece([5], "stop"), asked=2, longest=6)
-    cut.extend(Piece([5, 6], "length"), asked=2, longest=6)
+    ended.extend(piece([5], "stop"), asked=2, longest=6)
+    cut.extend(piece([5, 6], "length"), asked=2, longest=6)
     assert (ended.finish_reason, cut.finish_reason) == ("stop", "length")
     assert cut.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert cut.logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])

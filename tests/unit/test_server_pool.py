@@ -916,12 +916,12 @@ async def test_given_servers_tell_which_gpus_they_use():
 
 @in_loop
 async def test_given_servers_must_take_what_the_trainer_publishes():
-    """Adapters, up to some rank, or whole models."""
+    """Adapters, up to some rank, or whole models; and tell the experts of tokens if these are replayed."""
     server = FakeServer()
     await server.start()
 
-    async def start(**lora: Any) -> None:
-        trainer = TrainerConfig(lora=LoraConfig(**lora) if lora else None)
+    async def start(*, replayed: bool = False, **lora: Any) -> None:
+        trainer = TrainerConfig(lora=LoraConfig(**lora) if lora else None, router_replay=replayed)
         config = RLConfig(trainer=trainer, orchestrator=OrchestratorConfig(inference_url=[server.url]))
         await asyncio.to_thread(with_servers, config, ["trainer", "inference"])
 
@@ -941,6 +941,11 @@ async def test_given_servers_must_take_what_the_trainer_publishes():
         await start(serve="unmerged", rank=16)
     server.more_status["max_loras"] = 3
     await start(serve="unmerged", rank=16)
+    server.more_status = {}
+    with pytest.raises(UsageError, match=r"does not tell the experts .* start it with --return-experts"):
+        await start(replayed=True)
+    server.more_status = {"experts": True}
+    await start(replayed=True)
     await server.die()
 
 

@@ -183,7 +183,8 @@ def join(draft: Draft) -> Draft:
     assert draft.attempt is not None
     assert draft.checked is not None
     trainer = KINDS[draft.attempt.command].trainer(trainers_config(draft))
-    shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt", "teachers")}
+    of_trainer = ("model", "seed", "max_steps", "ckpt", "teachers", "router_replay")
+    shared = {key: getattr(trainer, key) for key in of_trainer}
     config = draft.settled.model_copy(update=shared)
     accepted = {name for ckpt in (draft.settled.ckpt, config.ckpt) if ckpt for name in ckpt.accept_changes}
     join_recipe(draft.checked.recipe, draft.attempt, config.run_directory(), accepted)

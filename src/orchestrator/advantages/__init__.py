@@ -25,7 +25,7 @@ from cairn.orchestrator.advantages.maxrl import MaxRL
 from cairn.orchestrator.advantages.none import NoAdvantage
 from cairn.orchestrator.advantages.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from cairn.orchestrator.advantages.rloo import Rloo
-from cairn.orchestrator.advantages.samples import batch_samples, to_samples
+from cairn.orchestrator.advantages.samples import batch_samples, complete_experts, to_samples
 from cairn.run.extensions import BadExtension, load, make
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Values",
     "batch_samples",
     "column_of",
+    "complete_experts",
     "differ",
     "have_spread",
     "make_advantage",

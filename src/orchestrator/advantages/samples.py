@@ -8,7 +8,8 @@ import numpy as np
 
 from cairn.orchestrator.advantages.advantage import Advantage, AdvantageFailed, column_of
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.run.batches import Piece, Sample
+from cairn.policy.generation import RoutedExperts
+from cairn.run.batches import COLUMNS, EXPERTS, UNKNOWN_EXPERT, Piece, Sample
 
 LARGEST = 1e37
 """Largest absolute advantage: batches store float32, whose maximum is 3.4e38."""
@@ -60,6 +61,7 @@ def _samples(
         else:
             answer = {"logprobs": rollout.logprobs, column: value}
             made = [Sample.of_answer(group.prompt_ids, rollout.token_ids, **answer)]
+            add_experts(made[0], rollout.experts)
         samples += [one.unlearned() for one in made] if masks(rollout) else made
     return samples
 
@@ -67,6 +69,7 @@ def _samples(
 def _of_branches(rollout: Rollout, column: str, value: float | list[float]) -> list[Sample]:
     """The samples of a program, one for each branch in the order in which these began."""
     pieces: dict[int, list[Piece]] = {}
+    experts: dict[int, list[RoutedExperts]] = {}
     before = 0
     for turn in rollout.turns:
         end = before + len(turn.token_ids)
@@ -74,11 +77,46 @@ def _of_branches(rollout: Rollout, column: str, value: float | list[float]) -> l
         branch = pieces.setdefault(turn.branch, [])
         branch.append(Piece(turn.prompt_ids))
         branch.append(Piece(turn.token_ids, {"logprobs": turn.logprobs, column: values}))
+        experts.setdefault(turn.branch, []).extend(turn.experts)
         before = end
     samples = [Sample.of_pieces(branch) for branch in pieces.values()]
+    for sample, of_branch in zip(samples, experts.values(), strict=True):
+        add_experts(sample, of_branch)
     # Behind the last sampled token is at most a question for which the context had no room.
     ends = [int(np.max(np.flatnonzero(sample.loss_mask), initial=-1)) + 1 for sample in samples]
     return [sample.cut(end) for sample, end in zip(samples, ends, strict=True) if end]
+
+
+def add_experts(sample: Sample, found: Sequence[RoutedExperts]) -> None:
+    """Add what servers have told of the experts of a sample's tokens as a column, if they have.
+
+    Unknown are those of its last token, and of tokens that went through a server that does not tell.
+    """
+    if not found:
+        return
+    length = len(sample.token_ids)
+    column = np.full((length, *found[0].rows.shape[1:]), UNKNOWN_EXPERT, COLUMNS[EXPERTS].dtype)
+    for one in found:
+        count = max(min(len(one.rows), length - one.start), 0)
+        column[one.start : one.start + count] = one.rows[:count]
+    sample.columns[EXPERTS] = column
+
+
+def complete_experts(samples: Sequence[Sample]) -> float:
+    """Give all samples of a batch the column with experts, if one has it: unknown in the others.
+
+    Returns:
+        The share of the batch's tokens whose experts are known.
+    """
+    known = total = 0
+    shape = next((one.columns[EXPERTS].shape[1:] for one in samples if EXPERTS in one.columns), None)
+    for sample in samples:
+        total += len(sample.token_ids)
+        if shape is not None:
+            nothing = np.full((len(sample.token_ids), *shape), UNKNOWN_EXPERT, COLUMNS[EXPERTS].dtype)
+            column = sample.columns.setdefault(EXPERTS, nothing)
+            known += int((column[:, 0, 0] != UNKNOWN_EXPERT).sum())
+    return known / max(total, 1)
 
 
 def _values(group: AnswerGroup, advantage: Advantage) -> Checked:

@@ -234,7 +234,10 @@ def cut_to(generation: Generation, count: int) -> Generation:
         for span in generation.weight_versions
         if span.start < count
     ]
-    return Generation(generation.token_ids[:count], generation.logprobs[:count], spans, "stop")
+    experts = generation.experts  # of all tokens; whoever uses them looks how many there are
+    return Generation(
+        generation.token_ids[:count], generation.logprobs[:count], spans, "stop", experts=experts
+    )
 
 
 def stopped_at_its_end(

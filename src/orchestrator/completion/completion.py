@@ -219,6 +219,15 @@ class Completer(ABC, Generic[Asked]):
         self.retrying = Retrying(config)
         self.pacing = Pacing()
 
+    def experts_from(self, before: int) -> int | None:
+        """From which token of a context on servers are to tell the experts; None: they need not.
+
+        Args:
+            before: number of its tokens up to the end of the last answer in it. The last one of these has
+                gone through no layer then.
+        """
+        return max(before - 1, 0) if self.config.router_replay else None
+
     @abstractmethod
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """Have the answers of the group that are missing or partial generated and rewarded.

@@ -394,6 +394,9 @@ class ProgramRun:
                 seed=derive(config.seed, *purpose),
                 stop_token_ids=tuple(stops),
                 stop=watch.strings,
+                experts_from=self.runner.experts_from(
+                    len(context.token_ids) + done if done else context.kept
+                ),
             )
             prompt_ids = array("i", context.token_ids.tobytes())
             prompt_ids.extend(turn.token_ids)

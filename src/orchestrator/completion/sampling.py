@@ -172,6 +172,7 @@ class Sampler(Completer[Single]):
         first = group.rollouts[numbers[0]]
         so_far, longest, piece = first.token_ids, self._longest(group), self.config.sampling.chunk
         asked = min(piece - len(so_far) % piece, longest - len(so_far))
+        before = len(group.prompt_ids) + len(so_far) if so_far else 0
         params = SamplingParams(
             max_tokens=asked,
             n=len(numbers),
@@ -179,6 +180,7 @@ class Sampler(Completer[Single]):
             seed=seed,
             stop_token_ids=self.chat.stop_token_ids,
             stop=tuple(self.config.sampling.stop),
+            experts_from=self.experts_from(before),
         )
         try:
             pieces = await self.servers.generate(

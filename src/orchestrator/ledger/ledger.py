@@ -116,8 +116,10 @@ class Ledger:
                 if rollout.recorded is None or rollout.finish_reason or rollout.failed is not None:
                     self._database.execute(INSERT_SAMPLE, sample_row(place, sample, rollout))
                 pieces.add(self._database, (place, sample, ANSWER), rollout)
+                pieces.add_experts(self._database, (place, sample, ANSWER), rollout)
         for rollout in rollouts.values():
             rollout.recorded = len(rollout.token_ids)
+            rollout.experts.clear()
 
     def drop(self, place: int, reason: str, step: int) -> None:
         """Delete a prompt's answers so that it is issued again; `step` is the batch that leaves it out."""
@@ -165,6 +167,14 @@ class Ledger:
             groups[place].rollouts[sample].add_spans(spans_of(versions))
         return list(groups.values())
 
+    def take_experts(self, group: AnswerGroup) -> None:
+        """Give a whole group's answers, and their turns, the experts that servers chose for their tokens."""
+        found = pieces.read_experts(self._database, group.place)
+        for sample, rollout in enumerate(group.rollouts):
+            rollout.experts = found.get((group.place, sample, ANSWER), [])
+            for turn in rollout.turns:
+                turn.experts = found.get((group.place, sample, turn.number), [])
+
     # Calls of rollouts that are programs
 
     def record_turn(self, place: int, sample: int, turn: Turn) -> None:
@@ -173,7 +183,9 @@ class Ledger:
             if turn.recorded is None or turn.finish_reason:
                 self._database.execute(INSERT_TURN, turn_row(place, sample, turn))
             pieces.add(self._database, (place, sample, turn.number), turn)
+            pieces.add_experts(self._database, (place, sample, turn.number), turn)
         turn.recorded = len(turn.token_ids)
+        turn.experts.clear()
 
     def record_call(self, place: int, sample: int, call: Call, snapshot: str | bytes | None = None) -> None:
         """Record what the world has answered.
@@ -214,7 +226,7 @@ class Ledger:
         """Delete the calls of these numbers, because the program no longer makes them."""
         rows = [(place, sample, number) for number in numbers]
         with self._database:
-            for table in ("turns", "pieces", "calls", "snapshots"):
+            for table in ("turns", "pieces", "experts", "calls", "snapshots"):
                 what = f"DELETE FROM {table} WHERE place = ? AND sample = ? AND number = ?"
                 self._database.executemany(what, rows)
             self._database.execute(

@@ -17,9 +17,9 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger.schema import (
     ANSWERS,
     FORMAT,
+    LATER,
     SCHEMA,
     THROW,
-    THROWN,
     UNSHIP,
     LedgerRun,
     check_format,
@@ -41,7 +41,7 @@ def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) 
         return None
     database = connect(path)
     with database:
-        database.execute(THROWN)
+        _add_later(database)
         write_owner(database, run)
     return database
 
@@ -60,7 +60,7 @@ def begin(
     with database:
         if snapshot:
             check_copy(database, snapshot)
-            database.execute(THROWN)
+            _add_later(database)
             _rewind(database, step)
             owner = database.execute("SELECT run_id, branch FROM run").fetchone()
             if again is not None and owner != run.owner:
@@ -69,9 +69,14 @@ def begin(
                 raise CheckpointError(f"{snapshot}: {odd}; resume from another step (--ckpt.resume-step)")
         else:
             database.executescript(SCHEMA)
-            database.execute(THROWN)
+            _add_later(database)
         write_owner(database, run)
     return database
+
+
+def _add_later(database: sqlite3.Connection) -> None:
+    for table in LATER:
+        database.execute(table)
 
 
 def connect(path: Path) -> sqlite3.Connection:

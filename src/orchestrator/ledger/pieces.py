@@ -1,4 +1,4 @@
-"""What was sampled, piece by piece: the table `pieces`, to which rows are only added.
+"""What was sampled, piece by piece: the tables `pieces`, to which rows are only added, and `experts`.
 
 What a request has sampled is one row, so recording it takes as long at the end of an answer as at its
 beginning.
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cairn.orchestrator.rollouts import Sampled
+from cairn.policy.generation import RoutedExperts
 
 ANSWER = -1
 """The column `number` of an answer that is no program."""
@@ -86,9 +87,51 @@ def ints(blob: bytes) -> "array[int]":
     return array("i", np.frombuffer(blob, "<i4").astype("i").tobytes())
 
 
-def to_blob(values: Sequence[float], kind: str) -> bytes:
+def to_blob(values: "Sequence[float] | np.ndarray", kind: str) -> bytes:
     """A column of numbers of this NumPy type."""
     return np.asarray(values, kind).tobytes()
+
+
+# The experts that servers chose for tokens, which only runs that replay them record.
+
+
+EXPERTS = """
+CREATE TABLE IF NOT EXISTS experts (    -- that a server chose for the tokens of one request
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- as in pieces
+    start INTEGER NOT NULL,             -- number of tokens before these, from the beginning of the context
+    layers INTEGER NOT NULL,
+    chosen INTEGER NOT NULL,            -- experts of a token in each layer
+    bytes INTEGER NOT NULL,             -- of one expert's number
+    experts BLOB NOT NULL,              -- uint8 or uint16, little-endian: [tokens, layers, chosen]
+    PRIMARY KEY (place, sample, number, start)
+)
+"""
+INSERT_EXPERTS = "INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+FORGET_EXPERTS = "DELETE FROM experts WHERE place = ? AND sample = ? AND number = ?"
+SELECT_EXPERTS = """
+SELECT place, sample, number, start, layers, chosen, bytes, experts FROM experts WHERE place = ?
+ORDER BY sample, number, start
+"""
+
+
+def add_experts(database: sqlite3.Connection, key: Key, sampled: Sampled) -> None:
+    """Add those that are not recorded yet, in the transaction that is open; a new answer has no others."""
+    if sampled.recorded is None:
+        database.execute(FORGET_EXPERTS, key)
+    for one in sampled.experts:
+        size = one.rows.dtype.itemsize
+        row = (*key, one.start, *one.rows.shape[1:], size, to_blob(one.rows, f"<u{size}"))
+        database.execute(INSERT_EXPERTS, row)
+
+
+def read_experts(database: sqlite3.Connection, place: int) -> dict[Key, list[RoutedExperts]]:
+    """What is known of the answers to a prompt, and of their turns, in the order of tokens."""
+    found: dict[Key, list[RoutedExperts]] = {}
+    for *key, start, layers, chosen, size, content in database.execute(SELECT_EXPERTS, (place,)):
+        rows = np.frombuffer(content, f"<u{size}").reshape(-1, layers, chosen)
+        found.setdefault((key[0], key[1], key[2]), []).append(RoutedExperts(start, rows))
+    return found
 
 
 # Sizes, for checks that read no tokens

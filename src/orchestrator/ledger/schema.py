@@ -113,13 +113,14 @@ CREATE TABLE IF NOT EXISTS thrown (     -- tokens of answers that went with thei
     PRIMARY KEY (step, fate)
 )
 """
-"""A ledger of an earlier version, with the same format, gets this table when its run goes on."""
+LATER = (THROWN, pieces.EXPERTS)
+"""A ledger of an earlier version, with the same format, gets these tables when its run goes on."""
 THROW = """
 INSERT INTO thrown SELECT ?, ?, coalesce(sum(length(token_ids) / 4), 0) FROM pieces WHERE {}
 ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
 """
 """Counts the tokens of the answers that are about to be deleted."""
-ANSWERS = ("samples", "pieces", "turns", "calls", "snapshots")
+ANSWERS = ("samples", "pieces", "experts", "turns", "calls", "snapshots")
 """The tables with rows about the answers to a prompt, which go when the prompt's row does."""
 
 

@@ -151,8 +151,8 @@ async def save_part(state: OrchestratorState, step: int) -> None:
 
 ACCEPT = "batches"
 """What `--ckpt.accept-changes` calls another batch than the one that was shipped."""
-OF_SAMPLES = ("advantage", "overlong")
-"""Settings of the orchestrator that say how answers become samples."""
+OF_SAMPLES = ("advantage", "overlong", "router_replay")
+"""Settings that say how answers become samples."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cairn.run.batches import EXPERTS, UNKNOWN_EXPERT
 from cairn.trainer.attention.kernels import (
     NotServed,
     Result,
@@ -43,6 +44,7 @@ class RowsPart:
     input_ids, position_ids: int64 [R, S], of the tokens that are here. places: int64 [l], where the hidden
     states are that predict those of the learned tokens which fall to this rank, in the flattened [R, S]. own:
     int64 [l], which of the L these are; None: all. axes: along which the other ranks have the others.
+    experts: int16 [R, S, layers, experts of a token], those that the server has chosen; None: unknown.
     """
 
     input_ids: torch.Tensor
@@ -51,6 +53,7 @@ class RowsPart:
     own: torch.Tensor | None
     learned: int
     axes: tuple[Axis, ...] = ()
+    experts: torch.Tensor | None = None
 
     def of_own(self, values: torch.Tensor) -> torch.Tensor:
         """Of values of the learned tokens, [L], those that fall to this rank, [l]."""
@@ -71,9 +74,10 @@ def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsP
     Args:
         tensor: ranks whose layers compute all of each row together. Each has its part of the learned tokens.
     """
+    experts = micro.columns.get(EXPERTS) if micro.tokens else None
     if axis.size == 1:
         places = micro.learned - 1
-        part = RowsPart(micro.input_ids, micro.position_ids, places, None, len(micro.learned))
+        part = RowsPart(micro.input_ids, micro.position_ids, places, None, len(micro.learned), (), experts)
         return part if tensor.size == 1 else _divided(part, tensor)
     micro = widened(micro, axis.size)
     width = micro.input_ids.shape[1]
@@ -89,6 +93,7 @@ def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsP
         own,
         len(micro.learned),
         (axis,),
+        None if experts is None else _part_of_columns(experts, first, here),
     )
     return part if tensor.size == 1 else _divided(part, tensor)
 
@@ -99,6 +104,13 @@ def _divided(part: RowsPart, axis: Axis) -> RowsPart:
     first, end = (count * number // axis.size for number in (axis.rank, axis.rank + 1))
     own = torch.arange(count, device=part.places.device) if part.own is None else part.own
     return replace(part, places=part.places[first:end], own=own[first:end], axes=(*part.axes, axis))
+
+
+def _part_of_columns(values: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Of [R, T, layers, n], so many tokens of each row from the first on; unknown experts beyond its end."""
+    part = values[:, first : first + count]
+    missing = count - part.shape[1]
+    return F.pad(part, (0, 0, 0, 0, 0, missing), value=UNKNOWN_EXPERT).contiguous()
 
 
 def widened(micro: MicroBatch, multiple: int) -> MicroBatch:

@@ -27,6 +27,7 @@ from cairn.trainer.backends.backend import CHECKS, make_backend
 from cairn.trainer.backends.experts import check_experts
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.lora import adapt
+from cairn.trainer.router_replay import check_replay
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,13 @@ def check_parts(
         remade: as for `build_model`.
 
     Raises:
-        UsageError: `freeze` names no weights, the backend can't train the model, or ranks can't share its
-            rows, matrices or experts.
+        UsageError: `freeze` names no weights, the backend can't train the model, ranks can't share its rows,
+            matrices or experts, or recorded experts can't be replayed in it.
     """
     model = check_shared(folder, config, is_policy=True)
     check_context(model, config.parallel.context, config.parallel.tensor)
+    if config.replays_experts:
+        check_replay(model)
     freeze(remade(model), config.freeze)
 
 

@@ -371,5 +371,5 @@ def with_reward_token(sample: Sample, row_length: int) -> Sample:
     token_ids = np.append(cut.token_ids, np.int32(0)).astype(np.int32)
     loss_mask = np.zeros(len(token_ids), np.bool_)
     loss_mask[-1] = bool(sample.loss_mask.any())
-    columns = {name: np.append(values, values[-1:]) for name, values in cut.columns.items()}
+    columns = {name: np.concatenate([values, values[-1:]]) for name, values in cut.columns.items()}
     return Sample(token_ids, loss_mask, columns)

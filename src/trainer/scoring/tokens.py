@@ -23,6 +23,7 @@ from cairn.trainer.attention.context import RowsPart, part_of_rows
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.backends.tensor import tensor_axis
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
+from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring import entropy
 from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, of_logits
 
@@ -37,6 +38,9 @@ class Scorer:
 
     attention: Attention
     """The attention of the model's layers: the model's own until `attend` is called."""
+
+    replay: RouterReplay | None = None
+    """What has tokens pass through the experts that servers chose for them; None: the model chooses."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, method: Head = ON_CPU):
         """Find out whether the model changes its logits; all ranks call it.
@@ -138,6 +142,8 @@ class Scorer:
     def _run(self, micro: MicroBatch, part: RowsPart) -> torch.Tensor:
         # Models tell samples apart by their positions only if they keep no cache.
         ids, positions = part.input_ids, part.position_ids
+        if self.replay:
+            self.replay.use(part.experts)
         more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
         return self.model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
 

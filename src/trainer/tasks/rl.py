@@ -32,6 +32,7 @@ from cairn.trainer.publishing.publisher import (
     make_sharing,
 )
 from cairn.trainer.publishing.transports import Served
+from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
 from cairn.trainer.step.critic import NAME as CRITIC
@@ -57,6 +58,8 @@ class RL(Task):
         self._warmup_steps = config.critic.warmup_steps if config.critic else 0
         self._scorer = state.scorer
         self._group = state.group
+        if config.router_replay:
+            self._scorer.replay = RouterReplay(state.policy.module)
         self._teachers = TeacherModels(config, state.group, state.scorer, sums_in(context.recipe))
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt, state.backend)
@@ -105,6 +108,8 @@ class RL(Task):
         """Add the policy's own logprobs, if the loss asks for them and an update will change them, then what
         other models say of the tokens, and then advantages, if they come from a critic."""
         self._tokens.begin(batch)
+        if self._scorer.replay:
+            self._scorer.replay.check(batch.micros)
         if self.loss.needs_old and self.updates > 1:
             add_logprobs(batch, OLD_LOGPROBS, self._scorer, self._group.device)
         found = dict(self._teachers.score(batch))
