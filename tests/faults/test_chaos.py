@@ -13,9 +13,10 @@ from pathlib import Path
 
 import draws
 import pytest
-from families import make
+from families import make_model
 from runs import CONFIGS, Shell, free_port
 from stores import s3_server
+from tiny import write
 
 from cairn.run.faults import ON_EACH_RANK, POINTS
 
@@ -39,9 +40,11 @@ LAYOUTS = {
     "replicas": (4, ("replicas", 2)),
     "context": (2, ("parallel.context", 2)),
     "tensor": (2, ("parallel.tensor", 2)),
+    "tensor, replicas": (4, ("parallel.tensor", 2, "replicas", 2)),
     "experts": (2, ("parallel.expert", 2)),
     "experts, replicas": (4, ("parallel.expert", 2, "replicas", 2)),
     "experts, context": (2, ("parallel.expert", 2, "parallel.context", 2)),
+    "experts, tensor": (2, ("parallel.expert", 2, "parallel.tensor", 2)),
 }
 """The ranks of the trainer, and how they are laid out."""
 KILLS = [(kind, layout) for layout in LAYOUTS for kind in ("SFT", "RL")]
@@ -104,7 +107,7 @@ def test_a_rank_killed_at_any_point_in_any_layout(
     command += (f"--{section}workers", ranks)
     command += tuple(value if isinstance(value, int) else f"--{section}{value}" for value in how)
     if "experts" in layout:
-        command += ("--model.name", make("qwen3_moe", tmp_path / "model"))
+        command += ("--model.name", write(make_model("qwen3_moe", num_key_value_heads=2), tmp_path / "model"))
     faults = draw_faults(kind, ranks, points)
     # A pass that is waited for is one of the next two, and each fault sets the run back by two saves at most.
     command += ("--max-steps", 4 * len(faults) + 4, "--max-restarts", len(faults))

@@ -27,12 +27,14 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.model.hub_layout import layout_of, tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.scoring.tokens import make_scorer
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 
@@ -256,6 +258,17 @@ def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(
     assert found in table_on_page(), (
         "`PYTHONPATH=tests python tests/unit/test_families.py` writes the table anew"
     )
+
+
+def test_code_that_multiplies_by_float32_is_refused_in_16_bits(tmp_path: Path, group: RankGroup):
+    """MiniMax's linear attention multiplies what it computes by decays, which are buffers."""
+    config = SFTConfig(precision={"compute": "bfloat16"})
+    model = build_model(make("minimax", tmp_path), config, group)
+    read_tensors(tmp_path, weights_in(model, tmp_path), "model")
+    with pytest.raises(UsageError, match=r"^precision.compute = 'bfloat16' can't serve MiniMaxForCausalLM: "):
+        make_scorer(model, config, group.device)
+    model = build_model(tmp_path, SFTConfig(), group)
+    make_scorer(model, SFTConfig(), group.device)
 
 
 def test_the_table_has_each_family_once():

@@ -6,6 +6,7 @@ or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these place
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
-from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense
+from cairn.run.errors import UsageError
+from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense, name_of
 from cairn.trainer.attention.context import RowsPart, part_of_rows
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.backends.tensor import tensor_axis
@@ -27,6 +29,8 @@ from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring import entropy
 from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, of_logits
 
+TWO_TYPES = re.compile(r"expected scalar type|(same|different) dtype")
+"""What torch says of a product of matrices of two data types."""
 ON_CPU = Head(CHUNK_LOGITS["cpu"], in_float32=False)
 
 
@@ -190,7 +194,20 @@ def add_logprobs(batch: RankBatch, name: str, scorer: Scorer, device: torch.devi
 
 
 def make_scorer(module: PreTrainedModel, config: TrainerBase, device: torch.device) -> Scorer:
-    """What turns micro-batches into logprobs; all ranks call it."""
+    """What turns micro-batches into logprobs; all ranks call it.
+
+    Raises:
+        UsageError: the model's code can't compute in the data type that the settings ask for.
+    """
     vocabulary = module.config.get_text_config().vocab_size
-    in_float32 = config.precision.settled(gpu=device.type == "cuda").head == "float32"
-    return Scorer(module, device, Head.on(device, vocabulary, in_float32=in_float32))
+    precision = config.precision.settled(gpu=device.type == "cuda")
+    method = Head.on(device, vocabulary, in_float32=precision.head == "float32")
+    try:
+        return Scorer(module, device, method)
+    except RuntimeError as error:
+        if precision.compute == "float32" or not TWO_TYPES.search(str(error)):
+            raise
+        raise UsageError(
+            f"precision.compute = {precision.compute!r} can't serve {name_of(module)}: its code multiplies "
+            f"numbers of two data types, since buffers stay in float32 ({error}); take float32"
+        ) from error
