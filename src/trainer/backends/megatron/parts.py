@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -99,10 +99,11 @@ def scattered(
     Raises:
         NotImplementedError: transformers' model lacks a parameter.
     """
-    found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in layout.shapes}
+    found: dict[str, list[_Piece]] = {name: [] for name in layout.shapes}
     copies: dict[str, tuple[int, int] | None] = {}
     for shard in shards:
-        end = shard.begin + len(shard.values)
+        values, end = shard.values, shard.begin + len(shard.values)
+        storage, offset = int(values.untyped_storage().data_ptr()), int(values.storage_offset()) - shard.begin
         is_cut = getattr(shard.parameter, "tensor_model_parallel", False)
         for stretch in stretches_of(shard.name, shard.parameter, about, layout, axis):
             begin, stop = max(stretch.begin, shard.begin), min(stretch.begin + stretch.length, end)
@@ -110,36 +111,49 @@ def scattered(
             if getattr(shard.parameter, "shared", False):  # megatron-core's mark of the head's copy
                 copies[stretch.name] = None
             if begin < stop:
-                values = shard.values[begin - shard.begin : stop - shard.begin]
-                found[stretch.name].append((stretch.first + begin - stretch.begin, values))
+                first = stretch.first + begin - stretch.begin
+                found[stretch.name].append(_Piece(first, stop - begin, storage, offset + begin, values))
     return {
         name: Scattered(shape, like, _joined(sorted(found[name], key=_first)), copies.get(name, (0, 1)))
         for name, shape in layout.shapes.items()
     }
 
 
-def _first(piece: tuple[int, torch.Tensor]) -> int:
-    return piece[0]
+class _Piece(NamedTuple):
+    """Values of one of transformers' tensors, from value `first`: in a storage, from value `offset`; `of` is
+    a tensor there. Without a view of its own: a matrix that is cut by columns has as many pieces as rows."""
+
+    first: int
+    length: int
+    storage: int
+    offset: int
+    of: torch.Tensor
 
 
-def _joined(pieces: list[tuple[int, torch.Tensor]]) -> list[HeldPiece]:
+def _first(piece: _Piece) -> int:
+    return piece.first
+
+
+def _joined(pieces: list[_Piece]) -> list[HeldPiece]:
     """Pieces that follow each other in memory, as the columns of a matrix do, become one."""
-    found: list[tuple[list[Range], torch.Tensor]] = []
-    for first, values in pieces:
-        if not (found and _follow(found[-1][1], values)):
-            found.append(([(first, len(values))], values))
-            continue
-        ranges, before = found.pop()
-        begin, count = ranges[-1]
-        if begin + count == first:
-            ranges[-1] = begin, count + len(values)
+    runs: list[list[_Piece]] = []
+    for piece in pieces:
+        before = runs[-1][-1] if runs else None
+        follows = before and before.storage == piece.storage and before.offset + before.length == piece.offset
+        if follows:
+            runs[-1].append(piece)
         else:
-            ranges.append((first, len(values)))
-        joined = before.as_strided((len(before) + len(values),), (1,), before.storage_offset())
-        found.append((ranges, joined))
-    return [HeldPiece(tuple(ranges), values) for ranges, values in found]
+            runs.append([piece])
+    return [_held(run) for run in runs]
 
 
-def _follow(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same: Any = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return same and one.storage_offset() + len(one) == other.storage_offset()
+def _held(run: list[_Piece]) -> HeldPiece:
+    """Pieces that follow each other in memory."""
+    ranges: list[Range] = []
+    for piece in run:
+        if ranges and sum(ranges[-1]) == piece.first:
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + piece.length
+        else:
+            ranges.append((piece.first, piece.length))
+    count = sum(piece.length for piece in run)
+    return HeldPiece(tuple(ranges), run[0].of.as_strided((count,), (1,), run[0].offset))
