@@ -492,21 +492,21 @@ MUTANTS = (
     # Ranks that have experts together
     M(
         "gradients of experts divided by the ranks with the same ones alone",
-        "ExpertParallel.lay_out",
-        "unit.set_gradient_divide_factor(float(self._group.world_size))",
+        "deal_out",
+        "unit.set_gradient_divide_factor(group.world_size / group.tensor.size)",
         "pass",
         "test_step_ranks",
     ),
     M(
         "sums of one shard forced, which FSDP2 divides twice",
-        "ExpertParallel.lay_out",
-        'self._group.device.type == "cpu" and shards > 1',
-        'self._group.device.type == "cpu"',
+        "deal_out",
+        'group.device.type == "cpu" and shards > 1',
+        'group.device.type == "cpu"',
         "test_step_ranks",
     ),
     M(
         "weights of routing rounded on their way into experts",
-        "ExpertParallel.lay_out",
+        "deal_out",
         "cast_forward_inputs=False",
         "cast_forward_inputs=True",
         "test_step_ranks",
