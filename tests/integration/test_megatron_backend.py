@@ -56,6 +56,8 @@ class Layout:
     compute: str = "float32"
     models: tuple[str, ...] = DENSE
     replicas: int = 1
+    rows: int = 1
+    """Of a micro-batch."""
 
 
 LAYOUTS = {
@@ -64,7 +66,7 @@ LAYOUTS = {
     "tensor": Layout(2, how={"tensor": 2}),
     "both": Layout(4, how={"tensor": 2}),
     "stages": Layout(2, how={"pipeline": 2}, models=("qwen2", "qwen3")),
-    "stages and tensor": Layout(4, how={"pipeline": 2, "tensor": 2}),
+    "stages and tensor": Layout(4, how={"pipeline": 2, "tensor": 2}, rows=2),
     "stages and data": Layout(4, how={"pipeline": 2}, models=("qwen2",)),
     "stages and experts": Layout(4, how={"pipeline": 2, "expert": 2}, models=("qwen3_moe",)),
     "experts": Layout(2, how={"expert": 2}, models=("qwen3_moe", "balanced")),
@@ -120,6 +122,7 @@ def start(layout: Layout, group, folder: Path) -> TrainerState:
         parallel=layout.how,
         workers=layout.ranks,
         replicas=layout.replicas,
+        micro_batch_size=layout.rows,
         precision={"compute": layout.compute},
         optimizer={"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         seq_len=24,

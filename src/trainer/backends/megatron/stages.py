@@ -174,4 +174,7 @@ class Pipeline:
         """Replace the values of an output's tensors by those that the last stage has."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
-                dist.broadcast(tensor.detach(), self._end, group=self._ranks)
+                values = tensor.detach().contiguous()  # gloo would send whatever lies in memory in one piece
+                dist.broadcast(values, self._end, group=self._ranks)
+                if not self.last:
+                    tensor.detach().copy_(values)
