@@ -489,6 +489,28 @@ MUTANTS = (
         "rank",
         "test_megatron_training",
     ),
+    # Experts that servers chose
+    M(
+        "a later answer does not ask for the experts of the token before it",
+        "Completer.experts_from",
+        "max(before - 1, 0)",
+        "before",
+        "test_routed_experts",
+    ),
+    M(
+        "a router that chooses by itself",
+        "_Choice.__torch_function__",
+        "torch.where(recorded >= 0, recorded, own)",
+        "own",
+        "test_router_replay",
+    ),
+    M(
+        "the experts of a row's first tokens, on whatever rank",
+        "_part_of_columns",
+        "values[:, first : first + count]",
+        "values[:, :count]",
+        "test_router_replay",
+    ),
     # Ranks that have experts together
     M(
         "gradients of experts divided by the ranks with the same ones alone",
