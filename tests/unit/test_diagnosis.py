@@ -210,7 +210,7 @@ def evaluated(steps: int, every: int, result: Any, **how: Any) -> list[dict]:
             "mismatch with the servers",
             rows(8, **{"mismatch/logprob": 0.2}),
             {},
-            ["differ by 0.2", "inference.dtype"],
+            ["differ by 0.2", "inference.dtype", "trainer.router_replay"],
         ),
         (
             "largest gaps",

@@ -108,8 +108,9 @@ class PolicyDrift:
                 level,
                 f"trainer and servers differ by {abs(mismatch):.3g} in the logprobs of the same policy and "
                 f"tokens in {seen.steps}",
-                "Give both the same data type (inference.dtype, precision.compute) and attention; a server "
-                "that computes something else alone is named in servers/disagreed/<host:port>",
+                "Give both the same data type (inference.dtype, precision.compute) and attention; a mixture "
+                "of experts also trainer.router_replay = true, so that rounding changes no choice. A "
+                "server that computes something else alone is named in servers/disagreed/<host:port>",
             )
 
 
