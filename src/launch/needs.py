@@ -128,7 +128,8 @@ def rank_need(
         logits = min(logits, chunk_logits)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
-    exchanged = footprint.exchanged * rows * tokens // shared if footprint.dealt_to > 1 else 0
+    exchanged = footprint.exchanged * rows * tokens // (shared * config.parallel.tensor)
+    exchanged = exchanged if footprint.dealt_to > 1 else 0
     parts += [
         MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
         MemoryPart("what experts on other ranks send back", exchanged, counted=False),
@@ -213,8 +214,9 @@ def _fsdp2(
         ]
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
-        layer = max(footprint.gathered) // config.parallel.tensor
-        gathered = sum(footprint.gathered) // config.parallel.tensor if config.keep_gathered else layer
+        of_layers = footprint.gathered(config.parallel.tensor)
+        layer = max(of_layers)
+        gathered = sum(of_layers) if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)

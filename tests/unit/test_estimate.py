@@ -453,7 +453,13 @@ def test_ranks_that_share_experts_gather_their_own(folder: Callable[..., Path]):
     of_layer = one.experts // len(one.layers)
     assert of_layer == 4 * 3 * 64 * SMALL["hidden_size"]
     assert part(alone, "weights gathered") - part(shared, "weights gathered") == 2 * of_layer // 2
+    both = config_of(workers=4, parallel={"expert": 2, "tensor": 2})
+    halved = footprint_of(path, **how, expert=2, tensor=2)
+    cut = rank_need(halved, both, ranks=4, gpu=True, chunk_logits=1 << 40)
+    rest = one.layers[0] - of_layer  # of which each rank has a half; experts are as without `tensor`
+    assert part(shared, "weights gathered") - part(cut, "weights gathered") == 2 * (rest - rest // 2)
     back = "what experts on other ranks send back"
+    assert part(cut, back) == part(shared, back) // 2
     assert (part(alone, back), part(shared, back)) == (
         0,
         len(one.layers) * 2 * 2048 * SMALL["hidden_size"] * 2,

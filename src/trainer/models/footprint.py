@@ -86,14 +86,19 @@ class Footprint:
         """The number of parameters."""
         return sum(map(prod, self.shapes))
 
-    @property
-    def gathered(self) -> tuple[int, ...]:
-        """The elements of each decoder layer that a rank needs at once: of experts, its own."""
-        if self.dealt_to == 1:
-            return self.layers
-        others = 1 - 1 / self.dealt_to
-        of_layers = zip(self.layers, self.expert_shapes, strict=True)
-        return tuple(layer - int(others * sum(map(prod, experts))) for layer, experts in of_layers)
+    def gathered(self, tensor: int) -> tuple[int, ...]:
+        """The elements of each decoder layer that a rank needs at once: its own experts, a part of the rest.
+
+        Args:
+            tensor: ranks that share the matrices of each layer.
+        """
+        found: list[int] = []
+        none: tuple[tuple[int, ...], ...] = ()
+        of_experts = self.expert_shapes or [none] * len(self.layers)
+        for layer, shapes in zip(self.layers, of_experts, strict=True):
+            experts = sum(map(prod, shapes))
+            found.append((layer - experts) // tensor + experts // self.dealt_to)
+        return tuple(found)
 
     @property
     def experts(self) -> int:
