@@ -1,5 +1,6 @@
 """Models that real megatron-core trains on several ranks, beside the same models on one rank without it."""
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,16 +9,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import free_port, join, start_ranks
+from runs import CONFIGS, free_port, join, rows, start_ranks
 from safetensors.torch import load_file
 from test_step_ranks import write
-from tiny import random_model
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from tiny import EXAMPLE, random_model
+from tiny import write as write_model
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
+from cairn.config.cli import load
+from cairn.config.preferences import DPOConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.needs import rank_need
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.messages import Attempt
+from cairn.trainer.loop import train
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.footprint import footprint_of
@@ -260,3 +266,48 @@ def test_weights_in_bfloat16_have_masters_in_float32(found: Path, model: str):
     assert {values.dtype for values in tensors.values()} == {torch.float32}
     name = "model.layers.0.mlp.down_proj.weight"
     assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
+
+
+PREFERENCES = {
+    "one": (1, ()),
+    "stages": (2, ("--backend", "megatron", "--parallel.pipeline", 2)),
+    "tensor": (2, ("--backend", "megatron", "--parallel.tensor", 2)),
+}
+"""Ranks, and flags, of runs that learn from preferences."""
+LOSSES = ("dpo", "kto", "orpo")
+"""Of which the first two need a reference, and one of them a mean over a batch."""
+
+
+def prefer(rank: int, ports: list[int], folder: Path) -> None:
+    """What each process does: whole runs, without the commands around them."""
+    for (name, loss), port in zip(itertools.product(PREFERENCES, LOSSES), ports, strict=True):
+        ranks, flags = PREFERENCES[name]
+        if rank >= ranks:
+            continue
+        out = folder / f"{name} {loss}"
+        out.mkdir(exist_ok=True)
+        how = ("--model.name", folder / "model", "--output-dir", out, "--loss.type", loss)
+        command = ("@", f"{CONFIGS}/dpo.toml", *how, "--max-steps", 3, "--workers", ranks, *flags)
+        config = load(DPOConfig, [str(word) for word in command])
+        group = join(rank, ranks, port, backend=config.backend, **config.parallel.model_dump())
+        train(config, Attempt("run", 1, "dpo", 0, None, "main"), group)
+        group.barrier()
+        group.leave()
+
+
+def test_preferences_are_learned_as_on_one_rank(tmp_path: Path):
+    """What the reference says comes from the policy, before its first step."""
+    changed = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "initializer_range": 0.1}
+    write_model(random_model(AutoConfig.from_pretrained(EXAMPLE, **changed)), tmp_path / "model")
+    started = start_ranks(
+        prefer, [free_port() for _ in itertools.product(PREFERENCES, LOSSES)], tmp_path, world_size=2
+    )
+    while not started.join():
+        pass
+    for loss in LOSSES:
+        right = rows(tmp_path / f"one {loss}")
+        assert len({row["loss"] for row in right}) == 3
+        for name in ("stages", "tensor"):
+            for ours, row in zip(rows(tmp_path / f"{name} {loss}"), right, strict=True):
+                for key in ("loss", "grad_norm"):
+                    assert ours[key] == pytest.approx(row[key], rel=1e-4), (name, loss, key)

@@ -166,7 +166,7 @@ def _reference(folder: Path, state: TrainerState) -> Iterator[Scorer]:
     if as_begun is None:
         yield Frozen(folder, state.config, state.group, whose="the reference", policy=state.scorer).scorer
         return
-    logger.info("the reference is the policy without its adapter")
+    logger.info("the reference is the policy itself, as the run began with it")
     model = state.scorer.model
     was_training = model.training
     try:

@@ -7,6 +7,7 @@ logits of a part of the vocabulary, and the logprobs of whole samples.
 # megatron-core is an optional dependency, without types.
 # pyright: reportMissingImports=false
 
+import contextlib
 import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from cairn.checkpoint.saving.arena import Tensors
 from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
 from cairn.config.trainer import TrainerBase
 from cairn.model.hub_layout import layout_of
+from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows
 from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
 from cairn.trainer.backends.megatron.parts import Shard, scattered
@@ -49,6 +51,8 @@ class MegatronPolicy(Trained):
         self._layout = layout_of(self.module)
         self._steps: dict[str, torch.Tensor] = {}
         """How often each tensor of transformers' model has been changed, as checkpoints hold it."""
+        self._begun: Path | None = None
+        """The folder whose weights a run has begun with; None: it has gone on from a checkpoint."""
         self._parts: dict[str, dict[str, Scattered]] = {}
         """Where the values of weights and moments are, once that has been found out."""
 
@@ -59,6 +63,20 @@ class MegatronPolicy(Trained):
     def begin(self, folder: Path) -> None:
         super().begin(folder)
         self.taken()
+        self._begun = folder.absolute()
+
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None]:
+        """Before the first step: as it is.
+
+        Raises:
+            UsageError: it has other weights by now, of which megatron-core can't have a copy beside it.
+        """
+        if self._begun == folder.absolute() and not self.optimizer.state:
+            return contextlib.nullcontext()
+        raise UsageError(
+            "backend = 'megatron' computes what a reference says of the records before the first step alone, "
+            "and some of it is missing: go on without backend, which computes it again"
+        )
 
     def taken(self) -> None:
         """The shards of the weights have been read: all ranks that compute with them get them.
