@@ -193,6 +193,8 @@ class MegatronScorer:
 
     rows: Rows = BY_POSITIONS
     attention: Attention = MASKS
+    replay: None = None
+    """The model chooses its experts: the settings refuse another choice."""
 
     def __init__(self, model: MegatronModel):
         """Score with `model`, whose weights may change in between."""
