@@ -511,6 +511,35 @@ MUTANTS = (
         "values[:, :count]",
         "test_router_replay",
     ),
+    # Ranks that share matrices
+    M(
+        "the learned tokens of a row's part that are not divided among ranks that share matrices",
+        "_divided",
+        "places=part.places[first:end], own=own[first:end]",
+        "places=part.places, own=own",
+        "test_step_ranks",
+    ),
+    M(
+        "adapters cut by the other of their matrices",
+        "plan_of",
+        "== 0 else",
+        "== 1 else",
+        "test_step_ranks",
+    ),
+    M(
+        "gradients of experts divided by ranks that share matrices, too",
+        "deal_out",
+        "group.world_size / group.tensor.size",
+        "float(group.world_size)",
+        "test_step_ranks",
+    ),
+    M(
+        "a balance of experts that counts once for each rank that shares matrices",
+        "Balance.added_to",
+        "of_batch * ranks / self._same",
+        "of_batch * ranks",
+        "test_step_ranks",
+    ),
     # Ranks that have experts together
     M(
         "gradients of experts divided by the ranks with the same ones alone",
