@@ -1,12 +1,15 @@
-"""Runs that real megatron-core trains, of ranks that Ray starts, and through the death of one."""
+"""Runs that real megatron-core trains: of ranks that Ray starts, beside a server, and through a death."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from runs import (
     CONFIGS,
+    Server,
     Shell,
     assert_same_bits,
     read,
@@ -22,6 +25,7 @@ pytest.importorskip("megatron.core", reason="install the dependency group megatr
 pytestmark = pytest.mark.timeout(900)
 STAGES = ("--backend", "megatron", "--workers", 3, "--parallel.pipeline", 3)
 """The example's model has three layers."""
+FILES = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
 
 
 def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell, tmp_path: Path):
@@ -45,3 +49,23 @@ def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell
     shell.succeed(*command, "--output-dir", whole, "--max-steps", 22, "--ckpt.resume", "auto")
     shell.succeed(*command, *STAGES, "--output-dir", plain, "--max-steps", 22, "--ckpt.resume", "auto")
     assert rows(whole)[-1]["loss"] == pytest.approx(rows(plain)[-1]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("pipeline", 3), ("tensor", 2)])
+def test_a_server_gets_the_policies_that_several_ranks_train(
+    shell: Shell, server: Server, trained: Path, tmp_path: Path, how: str, ranks: int
+):
+    """What it finds of each token is what the trainer finds, so it has the trainer's weights."""
+    run = tmp_path / "run"
+    shell.succeed(
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
+        *("--trainer.backend", "megatron", "--trainer.workers", ranks, f"--trainer.parallel.{how}", ranks),
+        *("--orchestrator.inference-url", server.url, "--max-steps", 4, "--ckpt.interval", 4),
+    )
+    found = whole_rows(run, 4)
+    assert all(row["mismatch/logprob"] < 1e-4 for row in found)
+    assert all(row["grad_norm"] > 0 for row in found)
+    before, after = (tensors(step_folder(run, 4)), tensors(step_folder(trained, 200)))
+    name = "model/model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    assert json.loads(shell.succeed("ckpt", "audit", run, "--json"))["ok"]
