@@ -387,7 +387,6 @@ class TrainerConfig(WithTeachers, TrainerBase):
         others = {
             "critic": self.critic is not None,
             "colocated": self.colocated,
-            'weight_transport = "network"': self.weight_transport == "network",
             "router_replay": self.router_replay,
         }
         found = next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
-from cairn.checkpoint.tensors.placement import Share, Stored, share_of
+from cairn.checkpoint.tensors.placement import Share, Stored, made_together, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.delta import RankDelta
 from cairn.policy.network import (
@@ -76,7 +76,7 @@ class WeightSender:
         self._make_copies = copies
         self._shares: dict[str, Share] = {}
         for name, tensor in tensors.items():
-            share = share_of(name, tensor, rank).owned()
+            share = share_of(name, made_together(tensor), rank).owned()
             if share.ranges:
                 self._shares[name] = share
         self._store: dist.TCPStore | None = host_store(host)

@@ -51,15 +51,23 @@ def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell
     assert rows(whole)[-1]["loss"] == pytest.approx(rows(plain)[-1]["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("pipeline", 3), ("tensor", 2)])
+@pytest.mark.parametrize(
+    ("how", "ranks", "way"),
+    [
+        ("pipeline", 3, ("--trainer.weight-transport", "network")),
+        ("tensor", 2, ()),
+        ("tensor", 2, ("--trainer.weight-transport", "network", "--trainer.weight-encoding", "delta")),
+    ],
+)
 def test_a_server_gets_the_policies_that_several_ranks_train(
-    shell: Shell, server: Server, trained: Path, tmp_path: Path, how: str, ranks: int
+    shell: Shell, server: Server, trained: Path, tmp_path: Path, how: str, ranks: int, way: tuple[str, ...]
 ):
     """What it finds of each token is what the trainer finds, so it has the trainer's weights."""
     run = tmp_path / "run"
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--trainer.backend", "megatron", "--trainer.workers", ranks, f"--trainer.parallel.{how}", ranks),
+        *way,
         *("--orchestrator.inference-url", server.url, "--max-steps", 4, "--ckpt.interval", 4),
     )
     found = whole_rows(run, 4)

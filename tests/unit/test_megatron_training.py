@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cairn.checkpoint.tensors.placement import Scattered, at_places, share_of
+from cairn.checkpoint.tensors.placement import Scattered, at_places, made_together, share_of
 from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.config.cli import load
 from cairn.config.parallel import ParallelConfig
@@ -129,7 +129,6 @@ def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], wha
     [
         (("--critic",), "critic was not tried"),
         (("--kl.coef", "0.1", "--kl.reference", "start"), "a model of the trainer's own that scores batches"),
-        (("--weight-transport", "network"), 'weight_transport = "network" was not tried'),
     ],
 )
 def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what: str):
@@ -260,10 +259,12 @@ def held_by(
     ids=lambda value: getattr(value, "model_type", value),
 )
 def test_the_ranks_have_each_value_once(about: PreTrainedConfig, tensor: int, data: int, stages: int):
-    """Whatever is read into what they hold is what is written of it: all values, each by one rank."""
+    """Whatever is read into what they hold is what is written of it, and sent: all values, each by one
+    rank."""
     places = hub_layout(about).places
-    written = {name: torch.zeros(place.shape) for name, place in places.items()}
-    times = {name: torch.zeros(place.shape) for name, place in places.items()}
+    written, sent, times, sendings = (
+        {name: torch.zeros(place.shape) for name, place in places.items()} for _ in range(4)
+    )
     numbers = {name: torch.arange(math.prod(place.shape)) + 1.0 for name, place in places.items()}
     which = [False, True] if stages == 2 else [None]
     for rank, number, last in itertools.product(range(tensor), range(data), which):
@@ -279,6 +280,13 @@ def test_the_ranks_have_each_value_once(about: PreTrainedConfig, tensor: int, da
             for first, values in share.cut(share.flat()):
                 written[name].view(-1)[first : first + len(values)] = values
                 times[name].view(-1)[first : first + len(values)] += 1
+        for name, tensor_here in held.items():
+            share = share_of(name, made_together(tensor_here), rank).owned()
+            for first, values in share.cut(share.flat()):
+                sent[name].view(-1)[first : first + len(values)] = values
+                sendings[name].view(-1)[first : first + len(values)] += 1
     for name, values in written.items():
         assert torch.equal(values.view(-1), numbers[name]), name
+        assert torch.equal(sent[name].view(-1), numbers[name]), name
         assert (times[name] == 1).all(), name
+        assert (sendings[name] == 1).all(), name

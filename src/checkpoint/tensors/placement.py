@@ -11,7 +11,7 @@ writes its own part, and counts it in the checksums when reading.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -74,7 +74,9 @@ class Made:
         make: this rank's values, as `like` is placed; called on whichever thread writes or sends them.
     """
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype, make: Callable[[], torch.Tensor]):
+    def __init__(
+        self, like: "torch.Tensor | Scattered", dtype: torch.dtype, make: Callable[[], torch.Tensor]
+    ):
         self.like = like
         self.dtype = dtype
         self.make = make
@@ -139,6 +141,17 @@ class Scattered:
         pieces = [HeldPiece(self.ranges, values)] if self.pieces else []
         return Scattered(tuple(self.shape), values, pieces, self.copy)
 
+    def section(self, first: int, shape: tuple[int, ...]) -> "Scattered":
+        """The values of a `Section` of it, in their places, as a tensor of its own."""
+        end = first + math.prod(shape)
+        pieces: list[HeldPiece] = []
+        for piece in self.pieces:
+            begin, stop = (_count_before(piece.ranges, item) for item in (first, end))
+            if begin < stop:
+                pieces.append(HeldPiece(_within(piece.ranges, first, end), piece.values[begin:stop]))
+        blank = torch.empty(0, dtype=self.dtype, device=self.device)
+        return Scattered(shape, blank, pieces, self.copy)
+
     def gathered(self) -> torch.Tensor:
         """A copy of the values, flat, in the order of the ranges."""
         blank = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -147,6 +160,19 @@ class Scattered:
 
 Stored = torch.Tensor | Section | Made | Scattered
 """Whatever is stored as one tensor in a file."""
+
+
+def made_together(tensor: Stored) -> Stored:
+    """The same tensor, whose values are copied into one place when they leave if they lie in several."""
+    whole = tensor.tensor if isinstance(tensor, Section) else tensor
+    if not isinstance(whole, Scattered):
+        return tensor
+    one = whole.section(tensor.first, tuple(tensor.shape)) if isinstance(tensor, Section) else whole
+    if len(one.pieces) < 2:
+        return one
+    blank = torch.empty(sum(len(piece.values) for piece in one.pieces), dtype=one.dtype, device="meta")
+    like = Scattered(tuple(one.shape), one.pieces[0].values, [HeldPiece(one.ranges, blank)], one.copy)
+    return Made(like, one.dtype, one.gathered)
 
 
 def at_places(
@@ -236,9 +262,7 @@ def share_of(name: str, tensor: Stored, rank: int) -> Share:
     position = 0
     if isinstance(tensor, Section):
         position = _count_before(ranges, tensor.first)
-        end = tensor.first + tensor.numel()
-        cut = [(max(first, tensor.first), min(first + count, end)) for first, count in ranges]
-        ranges = tuple((first - tensor.first, stop - first) for first, stop in cut if stop > first)
+        ranges = _within(ranges, tensor.first, tensor.first + tensor.numel())
     make = whole.make if isinstance(whole, Made) else None
     own = _own(local, copy)
     return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, own, make, position)
@@ -263,7 +287,7 @@ def local_values(tensor: Stored) -> torch.Tensor:
     Of one whose values are made when they leave, a tensor on the meta device.
 
     Raises:
-        NotImplementedError: they lie in several places; see `in_rows` and `RowTargets`.
+        NotImplementedError: they lie in several places; see `in_rows`, `RowTargets` and `made_together`.
     """
     if isinstance(tensor, Scattered):
         if len(tensor.pieces) > 1:
@@ -405,6 +429,12 @@ def _flatten(shape: Sequence[int], kept: list[list[Range]]) -> list[Range]:
 def _last_cut(shape: Sequence[int], kept: list[list[Range]]) -> int | None:
     """The last dimension that the rank does not hold in full."""
     return next((dim for dim in reversed(range(len(shape))) if kept[dim] != [(0, shape[dim])]), None)
+
+
+def _within(ranges: Iterable[Range], first: int, end: int) -> tuple[Range, ...]:
+    """The parts of ranges between two items of the whole, counted from the first of these."""
+    cut = ((max(begin, first), min(begin + count, end)) for begin, count in ranges)
+    return tuple((begin - first, stop - begin) for begin, stop in cut if stop > begin)
 
 
 def _count_before(ranges: Sequence[Range], item: int) -> int:
