@@ -24,8 +24,8 @@ from cairn.launch.start import StartDamaged, damaged_start
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.policy_sync.following import AttemptOver
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
-from cairn.run.exits import EXIT_STOPPED, RoleFailed
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.exits import EXIT_STOPPED, PolicyAltered, RoleFailed
 
 
 def start(command: str, config: Any) -> int:
@@ -57,8 +57,13 @@ def _finish(plan: RunPlan) -> int:
 
 
 def _run(plan: RunPlan) -> int:
-    """Run the roles to the end; if they find a checkpoint damaged, begin another attempt by another plan."""
+    """Run the roles to the end; if they find damage, begin another attempt by another plan.
+
+    That is a checkpoint, before which the next attempt begins, or a policy that was published: then the
+    attempt begins from the newest checkpoint, unless the same step's policy was damaged before.
+    """
     run = plan.config.run_directory()
+    altered_at = -1
     try:
         while True:
             for note in plan.notes:
@@ -75,6 +80,14 @@ def _run(plan: RunPlan) -> int:
                     print("stopped; --ckpt.resume auto resumes from the newest good one", flush=True)
                     return EXIT_STOPPED
                 plan = _after(plan, damaged)
+            except PolicyAltered as altered:
+                newest = next((row["step"] for row in reversed(run.metrics.rows())), 0)
+                if not config.ckpt or newest <= altered_at:
+                    raise RoleFailed(str(altered)) from None
+                print(f"{altered}; going on from the newest checkpoint", flush=True)
+                altered_at = newest
+                config = plan.settled.sharing(ckpt=config.ckpt.resuming_by_itself())
+                plan = again(plan, "start", STEPS, config=config, settled=config, damaged=None, away=None)
     except RoleFailed as error:
         if run.has_moved():
             raise
@@ -131,6 +144,8 @@ def _orchestrate(plan: RunPlan) -> int:
             )
         except AttemptOver as over:
             print(over, flush=True)
+        except PolicyAltered as altered:
+            raise CairnError(f"{altered}. Start the trainer again, with --ckpt.resume auto") from None
         plan = again(plan, "attempt", STEPS)
 
 

@@ -1,8 +1,8 @@
 """Exit codes of the commands, and the signals and codes that a launcher and its roles agree on.
 
 0: done. 2: bad usage or configuration, before anything was touched. 75: stopped by a signal, after saving as
-much as possible; run the command again to continue. 1: any other failure. The trainer has three more codes,
-which only its launcher sees.
+much as possible; run the command again to continue. 1: any other failure. The roles have four more codes,
+which only their launcher sees.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ EXIT_CRASHED = 4
 """The trainer's Ray cluster failed."""
 EXIT_DAMAGED = 5
 """The checkpoint that the trainer must resume from is damaged (`StartDamaged`)."""
+EXIT_ALTERED = 6
+"""No server can load what the trainer has published: it is not what the trainer wrote (`PolicyAltered`)."""
 EXIT_STOPPED = 75
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """The reader of the command's output, such as `head`, has closed the pipe."""
@@ -38,6 +40,12 @@ END_SERVER = signal.SIGUSR1
 
 class RoleFailed(CairnError):
     """A role of the run died; the message shows the end of its log."""
+
+
+class PolicyAltered(CairnError):
+    """A published policy is damaged; what an attempt publishes first is whole again."""
+
+    exit_code = EXIT_ALTERED
 
 
 class RayFailed(RoleFailed):

@@ -31,6 +31,7 @@ from runs import (
 )
 from toy import children
 
+from cairn.run.batches import batch_path
 from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)
@@ -174,10 +175,14 @@ def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
 def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
-    """The batches since the one before it are gone: the command begins another attempt from there."""
+    """The batches since the one before it are gone: the command begins another attempt from there. Before,
+    a policy was damaged on its way to the server, for which it goes on from the newest checkpoint."""
     run = tmp_path / "run"
     url = ("--orchestrator.inference-url", server.url)
     with shell.start(*rl, *url, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 4)
+        altered = damage_a_policy(command, run, server)
+        command.wait_until(lambda: read(run / "roles.json")["number"] == 2)
         command.wait_until(lambda: steps(run)[-1:] == [8])
         send(run, "trainer_rank0", signal.SIGSTOP)
         tensor_file = step_folder(run, 8) / "model" / "model.safetensors"
@@ -185,13 +190,33 @@ def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
         send(run, "trainer_rank0", signal.SIGKILL)
         finished = command.finish()
     assert finished.code == 0, finished.output
+    assert f"the policy of step {altered} is not what the trainer wrote: {server.url}: " in finished.output
     assert "its newest checkpoint is damaged" in finished.output
     assert "passing over a damaged checkpoint" in finished.output
     assert_same_run(run, calm)
-    assert read(run / "roles.json")["number"] == 2
-    assert (run / "checkpoints" / "abandoned" / "before_attempt_2" / "step_8").is_dir()
+    assert read(run / "roles.json")["number"] == 3
+    assert (run / "checkpoints" / "abandoned" / "before_attempt_3" / "step_8").is_dir()
     assert rows(run)[-1]["run/recomputed_steps"] >= 4
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
+def damage_a_policy(command: Command, run: Path, server: Server) -> int:
+    """Flip a bit of a policy that the trainer has published, and the server not loaded; returns its step."""
+
+    def damaged(step: int) -> bool:
+        command.wait_until(batch_path(run / "batches", step).exists)
+        pid = send(run, "orchestrator", signal.SIGSTOP)
+        command.wait_until((run / "weights" / f"v{step}.json").exists)
+        served = server.ask(lambda client: client.status()).weight_version
+        if not served.endswith(f":{step}"):
+            file = run / "weights" / f"v{step}" / "model.safetensors"
+            flip(file, file.stat().st_size - 1)
+        os.kill(pid, signal.SIGCONT)
+        return not served.endswith(f":{step}")
+
+    while not damaged(step := len(rows(run)) + 1):
+        pass
+    return step
 
 
 def test_a_run_whose_checkpoint_the_trainer_finds_damaged(

@@ -511,6 +511,9 @@ def test_weights_that_are_not_those_that_the_trainer_wrote_are_not_taken(
             await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)),
             await client.weight_checksums(),
         )
+        truncate(bad)
+        with pytest.raises(WeightsAltered, match="not a whole safetensors file"):
+            await client.update_weights(bad, "bad")
         (bad / "checksums.json").write_text("[1]")
         with pytest.raises(WeightsAltered, match="checksums"):
             await client.update_weights(bad, "bad")

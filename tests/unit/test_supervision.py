@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
-from runs import DEADLINE, environment_of
+from runs import CONFIGS, DEADLINE, REPOSITORY, environment_of
 
 from cairn.config.trainer import SFTConfig
+from cairn.launch import commands, main
 from cairn.launch.exit_report import conclude_early
 from cairn.launch.supervise.slot import RestartRule, RoleProcess
 from cairn.launch.supervisor import hopeless
 from cairn.run.directory import RunDirectory
-from cairn.run.exits import EXIT_LOST, RoleFailed
+from cairn.run.exits import EXIT_LOST, PolicyAltered, RoleFailed
 from cairn.run.files import read_note, write_json
 from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History
@@ -340,3 +341,35 @@ def test_a_damaged_roles_file_ends_no_run_that_could_save(tmp_path: Path):
     run = stopping_run(tmp_path, "running", unsaved=True, waiting=False)
     run.roles.write_text("{")
     assert hopeless(run, {"trainer": Role()}) is None
+
+
+# Damage on the way to servers
+
+
+@pytest.mark.parametrize(("flags", "attempts"), [(("--ckpt",), [1, 2, 3]), ((), [1])])
+def test_a_policy_that_is_damaged_again_at_the_same_step_ends_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    attempts: list[int],
+):
+    """As long as there is progress, another attempt begins; without checkpoints none does."""
+    begun: list[int] = []
+
+    def run_roles(run: RunDirectory, plan: object, attempt: Attempt) -> int:
+        begun.append(attempt.number)
+        if attempt.number < 3:
+            run.metrics.append({"step": attempt.number})
+        raise PolicyAltered("the policy is not what the trainer wrote")
+
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(commands, "run_roles", run_roles)
+    argv = ["sft", "@", f"{CONFIGS}/sft.toml", "--output-dir", str(tmp_path / "run"), *flags]
+    monkeypatch.setattr("sys.argv", argv)
+    assert main.sft() == 1
+    assert begun == attempts
+    printed = capsys.readouterr()
+    told = "the policy is not what the trainer wrote; going on from the newest checkpoint"
+    assert printed.out.count(told) == len(attempts) - 1
+    assert "error: the policy is not what the trainer wrote\n" in printed.err

@@ -160,13 +160,13 @@ class PolicyReader:
         None if the folder holds no delta.
 
         Raises:
-            Refused: a link is missing.
+            Altered: a link is missing or damaged.
         """
         check_folder(path)
         try:
             return chain_to(Path(path), has)
         except Damaged as error:
-            raise UnusableWeights(str(error)) from None
+            raise Altered(str(error)) from None
 
     def open(self, path: str, route: Route = DIRECT, room: Room | None = None) -> PolicyTensors:
         """The tensors of a folder, checked, or those that its trainer is about to send.
@@ -200,8 +200,8 @@ class PolicyReader:
             arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
         except Unchanged:
             raise
-        except Damaged as error:
-            raise UnusableWeights(str(error)) from None
+        except Damaged as error:  # of a delta, which only the trainer writes
+            raise Altered(str(error)) from None
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot read %s", path)
             raise UnusableWeights(f"{path}: {error!r}") from None

@@ -122,13 +122,18 @@ def read_weights(
 
     Raises:
         Altered: they are not those whose checksums the trainer has left beside them.
-        Refused: something is missing, unexpected, damaged, of another shape, not floating-point, or not
-            finite in `dtype`.
+        Refused: something is missing, unexpected, damaged without such checksums, of another shape, not
+            floating-point, or not finite in `dtype`.
     """
+    try:
+        published = read_checksums(Path(path))
+    except DamagedFile as error:
+        raise Altered(f"{path}: its checksums can't be read: {error}") from None
+    damaged = UnusableWeights if published is None else Altered
     with contextlib.ExitStack() as stack:
         where: dict[str, tuple[Path, Any]] = {}
         for file in _files(path):
-            with _refusing(file):
+            with _refusing(file, damaged):
                 opened = stack.enter_context(safe_open(file, "pt"))
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     if name in where:
@@ -139,7 +144,7 @@ def read_weights(
         for name, (file, opened) in where.items():
             if name not in layout.shapes:
                 raise UnusableWeights(f"{file}: unexpected tensor {name}")
-            with _refusing(file):
+            with _refusing(file, damaged):
                 header = opened.get_slice(name)
                 shape, kind = header.get_shape(), header.get_dtype()
                 if shape != layout.shapes[name]:
@@ -157,10 +162,6 @@ def read_weights(
             raise UnusableWeights(
                 f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to"
             )
-    try:
-        published = read_checksums(Path(path))
-    except DamagedFile as error:
-        raise Altered(f"{path}: its checksums can't be read: {error}") from None
     with ThreadPoolExecutor(WORKERS) as workers:
         found = workers.map(lambda tensor: look_at(tensor, dtype), weights.values())
         looks = dict(zip(weights, found, strict=True))
@@ -175,11 +176,12 @@ def read_weights(
 
 
 @contextlib.contextmanager
-def _refusing(file: Path) -> Iterator[None]:
+def _refusing(file: Path, damaged: type[Unchanged]) -> Iterator[None]:
+    """Raise `damaged` for a file that is."""
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UnusableWeights(f"{file}: not a whole safetensors file: {error}") from None
+        raise damaged(f"{file}: not a whole safetensors file: {error}") from None
 
 
 @dataclass(frozen=True)

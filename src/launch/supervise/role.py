@@ -13,6 +13,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import (
     END_SERVER,
+    EXIT_ALTERED,
     EXIT_CRASHED,
     EXIT_DAMAGED,
     EXIT_LOST,
@@ -20,6 +21,7 @@ from cairn.run.exits import (
     EXIT_USAGE,
     STANDBY,
     WORKING,
+    PolicyAltered,
     RoleFailed,
 )
 from cairn.run.output import STACKS
@@ -74,6 +76,7 @@ class RoleSlot(Slot):
             RoleFailed: it reported an error that would recur, or it died too often.
             UsageError: it refused a setting or the data; a server only at its first start.
             StartDamaged: it is the trainer, and the checkpoint that it must resume from is damaged.
+            PolicyAltered: it is the orchestrator, and no server can load what the trainer has published.
         """
         if self.ended or self.lost:
             return
@@ -102,6 +105,8 @@ class RoleSlot(Slot):
             raise UsageError(self._process.error_message())
         elif code == EXIT_DAMAGED and (damaged := StartDamaged.parse(self._process.error_message())):
             raise damaged
+        elif code == EXIT_ALTERED and not stopping:
+            raise PolicyAltered(self._process.error_message())
         else:
             self._process.kill()  # else its old workers run beside the new ones for a while
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING

@@ -15,6 +15,7 @@ from cairn.orchestrator.state import OrchestratorState
 from cairn.policy.errors import ServerDisagrees, WeightsAltered, WeightsGone
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.exits import PolicyAltered
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.messages import Announcement, Attempt, Probe, read_probe
@@ -295,12 +296,21 @@ class TrainerFollower:
                 await self.state.servers.prove(probe)
 
     async def _serve_announced(self, step: int) -> None:
-        """Serve a policy that the trainer has published."""
+        """Serve a policy that the trainer has published.
+
+        Raises:
+            PolicyAltered: no server has got what the trainer wrote, however often it was tried.
+        """
         folder = self.state.run.versions.folder(step)
         probe = read_probe(folder) if self.state.config.self_check else None
-        with explained(self.first_policy) if self._first_push else contextlib.nullcontext():
-            if await self._serve(folder, step, probe=probe):
-                self._first_push = False
+        try:
+            with explained(self.first_policy) if self._first_push else contextlib.nullcontext():
+                if await self._serve(folder, step, probe=probe):
+                    self._first_push = False
+        except WeightsAltered as error:
+            raise PolicyAltered(
+                f"the policy of step {step} is not as the trainer wrote it: {error}"
+            ) from error
 
     async def _serve(
         self, folder: Path, step: int, *, probe: Probe | None = None, probe_follows: bool = False
