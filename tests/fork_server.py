@@ -38,7 +38,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -131,20 +131,30 @@ class HelperServer:
     """The asking side of a process of pytest's, for the helpers that the code under test starts there.
 
     start_server: is called for the first of them. environment: that process's; commands have variables beside
-    these, which make no difference to helpers.
+    these, which make no difference to helpers. by_imports: what modules have set there when tests imported
+    them, as vLLM's do, which helpers do not import.
     """
 
     name = ""
 
-    def __init__(self, start_server: Callable[[], ForkServer], environment: dict[str, str]):
+    def __init__(
+        self,
+        start_server: Callable[[], ForkServer],
+        environment: dict[str, str],
+        by_imports: Mapping[str, str],
+    ):
         self._start_server = start_server
         self._environment = environment
+        self._by_imports = by_imports
 
     def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
         """Only helpers: tests that start another program themselves have their reasons."""
         if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER):
             return False
         server = self._start_server()
+        set_by_imports = {name for name, value in environment.items() if self._by_imports.get(name) == value}
+        at_first = {name: self._environment[name] for name in set_by_imports & self._environment.keys()}
+        environment = {n: value for n, value in environment.items() if n not in set_by_imports} | at_first
         for name in server.environment.keys() - self._environment.keys():
             environment = {name: server.environment[name], **environment}
         for name, value in self._environment.items():

@@ -43,7 +43,10 @@ CONFIGS = "configs/reverse_text"
 DEADLINE = 240.0
 """Seconds after which a test gives up waiting."""
 AT_FIRST = dict(os.environ)
-"""The environment of pytest, before a test changes it."""
+"""The environment of pytest, before a test changes it, or an import: vLLM sets variables with which a command
+would be executed, as what was imported without them can't be forked for it."""
+BY_IMPORTS: dict[str, str] = {}
+"""Variables that were set when test files were imported."""
 LOWEST_PORT = 20_000
 """Of those that `free_port` draws."""
 
@@ -74,16 +77,21 @@ class Finished:
     output: str
 
 
+def pytest_collection_finish() -> None:
+    """All test files are imported."""
+    BY_IMPORTS.update((name, value) for name, value in os.environ.items() if AT_FIRST.get(name) != value)
+
+
 @functools.cache
 def _fork_server() -> ForkServer:
     """The one that this process of pytest's starts commands with."""
-    return fork_server.launch(environment_of_commands(AT_FIRST), REPOSITORY)
+    return fork_server.launch(environment_of_commands(), REPOSITORY)
 
 
 @functools.cache
 def _fork_server_with_vllm() -> ForkServer:
     """The one for commands that start a server."""
-    return fork_server.launch(environment_of_commands(AT_FIRST), REPOSITORY, of=_fork_server())
+    return fork_server.launch(environment_of_commands(), REPOSITORY, of=_fork_server())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,7 +100,7 @@ def forked_helpers() -> Iterator[None]:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    with fork_server.forking(HelperServer(_fork_server, AT_FIRST)):
+    with fork_server.forking(HelperServer(_fork_server, AT_FIRST, BY_IMPORTS)):
         yield
 
 
@@ -115,6 +123,8 @@ def forking_servers() -> Iterator[dict[str, str]]:
     """Let this thread fork what it starts of vLLM and Cairn; gives the environment of commands."""
     environment = environment_of_commands()
     with pytest.MonkeyPatch.context() as patch, fork_server.forking(_fork_server_with_vllm()):
+        for name in BY_IMPORTS:
+            patch.delenv(name)
         for name, value in environment.items():
             patch.setenv(name, value)
         yield environment
@@ -290,7 +300,7 @@ class Shell:
         return finished.output
 
 
-def environment_of_commands(ours: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_of_commands(ours: Mapping[str, str] = AT_FIRST) -> dict[str, str]:
     """What commands have in their environment, but for their cache folder; `ours` is that of pytest."""
     environment = {
         **ours,

@@ -225,3 +225,17 @@ def test_all_that_is_forked_is_there():
     for name in fork_server.FORKED:
         assert importlib.util.find_spec(f"cairn.{name}"), name
         assert re.search(rf'"-m", "cairn\.{re.escape(name)}"', sources), name
+
+
+def test_commands_and_helpers_are_forked_whatever_test_files_have_imported(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM sets variables when it is imported, and some test file imports it in each process of pytest's."""
+    monkeypatch.setenv("SET_BY_AN_IMPORT", "1")
+    command = [str(Path(sys.executable).parent / "sft"), "@", "sft.toml"]
+    assert server.takes(command, runs.Shell(tmp_path).environment, [])
+    helper = [sys.executable, "-m", "cairn.launch.plan.preflight", "1"]
+    at_first, by_imports = dict(runs.AT_FIRST), {**runs.BY_IMPORTS, "SET_BY_AN_IMPORT": "1"}
+    helpers = fork_server.HelperServer(lambda: server, at_first, by_imports)
+    assert helpers.takes(helper, dict(os.environ), [])
+    assert not helpers.takes(helper, {**os.environ, "SET_BY_A_TEST": "1"}, [])
