@@ -190,7 +190,7 @@ def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
         send(run, "trainer_rank0", signal.SIGKILL)
         finished = command.finish()
     assert finished.code == 0, finished.output
-    assert f"the policy of step {altered} is not what the trainer wrote: {server.url}: " in finished.output
+    assert f"the policy of step {altered} is not as the trainer wrote it: {server.url}: " in finished.output
     assert "its newest checkpoint is damaged" in finished.output
     assert "passing over a damaged checkpoint" in finished.output
     assert_same_run(run, calm)

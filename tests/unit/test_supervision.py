@@ -361,7 +361,7 @@ def test_a_policy_that_is_damaged_again_at_the_same_step_ends_the_run(
         begun.append(attempt.number)
         if attempt.number < 3:
             run.metrics.append({"step": attempt.number})
-        raise PolicyAltered("the policy is not what the trainer wrote")
+        raise PolicyAltered("the policy is not as the trainer wrote it")
 
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(commands, "run_roles", run_roles)
@@ -370,6 +370,6 @@ def test_a_policy_that_is_damaged_again_at_the_same_step_ends_the_run(
     assert main.sft() == 1
     assert begun == attempts
     printed = capsys.readouterr()
-    told = "the policy is not what the trainer wrote; going on from the newest checkpoint"
+    told = "the policy is not as the trainer wrote it; going on from the newest checkpoint"
     assert printed.out.count(told) == len(attempts) - 1
-    assert "error: the policy is not what the trainer wrote\n" in printed.err
+    assert "error: the policy is not as the trainer wrote it\n" in printed.err
