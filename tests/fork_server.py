@@ -53,6 +53,8 @@ PREFLIGHT = "launch.plan.preflight"
 WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
 WRITER = "checkpoint.saving.writer"
+HARNESS = "scripts/chaos.py"
+"""Of our scripts it starts most commands."""
 FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
@@ -112,7 +114,7 @@ class ForkServer:
             return program[2].removeprefix("cairn.") in FORKED
         if program[1:2] == ["-c"]:
             return bool(IMPORTS_OURS.search(program[2]))
-        return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
+        return program[1:2] in ([str(HERE)], [HARNESS]) or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """Have a child of this process forked; returns its process id."""
@@ -577,6 +579,8 @@ def preload() -> None:
             del sys.modules[name]
     for name in PRELOADED:
         importlib.import_module(name)
+    # A table of all families, which each process makes when it first needs it: half of a short run's rank.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
     with _absent("ray"):
         _import_ours()
 
