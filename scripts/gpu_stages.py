@@ -35,7 +35,8 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.machine import available_memory, this_machine
 from cairn.trainer.attention.choice import kernel_problem, make_attention
 from cairn.trainer.attention.kernels import KernelCall
-from cairn.trainer.group import RankGroup, device_for, out_of_memory
+from cairn.trainer.device import device_for, out_of_memory
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import make_loss
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.model import published_dtypes

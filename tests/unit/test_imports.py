@@ -7,6 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from runs import REPOSITORY
 
 import cairn
 from cairn.run.directory import RunDirectory
@@ -333,6 +334,51 @@ def test_parts_that_import_each_other_are_found(tmp_path: Path):
     (tmp_path / "run/deep/two/b.py").write_text("")
     (tmp_path / "run/deep/two/d.py").write_text("def f():\n    import cairn.run.deep.one.a")
     assert mutual(graph(tmp_path)) == ["run.deep: one and two"]
+
+
+def names_of(file: Path) -> set[str]:
+    """What a module has, but for what it computes: definitions, constants and imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return found
+
+
+def missing(program: Path, known: dict[str, Path]) -> list[str]:
+    """What a file imports from the package that is not there."""
+    wrong: list[str] = []
+    for node in ast.walk(tree(program)):
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").partition(".")[0] == "cairn":
+            wrong += [
+                f"{program.name} imports {alias.name} from {module}"
+                for alias in node.names
+                if f"{module}.{alias.name}" not in known
+                and (module not in known or alias.name not in names_of(known[module]))
+            ]
+    return wrong
+
+
+def test_scripts_and_benchmarks_import_what_is_there():
+    """Also those that only a GPU or a soak test runs, and nobody checks the types of."""
+    programs = [*(REPOSITORY / "scripts").glob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
+    assert len(programs) > 20
+    known = modules()
+    assert [line for program in programs for line in missing(program, known)] == []
+    assert missing(Path(__file__), known) == []
+
+
+def test_an_import_of_what_has_moved_is_found(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text("from cairn.trainer.group import RankGroup, device_for\nfrom cairn.nowhere import x\n")
+    assert missing(program, modules()) == [
+        "program.py imports device_for from cairn.trainer.group",
+        "program.py imports x from cairn.nowhere",
+    ]
 
 
 def test_test_files_have_names_of_their_own():
