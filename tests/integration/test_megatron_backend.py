@@ -216,7 +216,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def row_of(folder: Path) -> dict[str, float]:
-    return json.loads((folder / "row.json").read_text())
+    """The metrics of a step, but for the share of padding: some layouts have two rows in a micro-batch."""
+    row = json.loads((folder / "row.json").read_text())
+    del row["packing_efficiency"]
+    return row
 
 
 @pytest.mark.parametrize(("layout", "model"), EXACT)
