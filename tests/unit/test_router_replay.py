@@ -12,10 +12,12 @@ import pytest
 import torch
 from families import FAMILIES, UNREPLAYED, make, make_config, make_model
 from one_rank import one_rank
+from runs import CONFIGS, REPOSITORY
 from transformers import PreTrainedModel
 
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.launch import main
 from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.context import part_of_rows
@@ -91,6 +93,17 @@ def test_a_familys_choice_can_be_replayed_or_the_run_does_not_start(tmp_path: Pa
         return
     with pytest.raises(UsageError, match=rf"router_replay can't serve \w+: .*({UNREPLAYED[family][1]})"):
         check_parts(tmp_path, config)
+
+
+def test_a_dry_run_refuses_a_model_without_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(REPOSITORY)
+    argv = ["rl", "@", f"{CONFIGS}/rl.toml", "--trainer.router-replay", "true", "--dry-run"]
+    monkeypatch.setattr("sys.argv", [*argv, "--output-dir", str(tmp_path / "run")])
+    assert main.rl() == 2
+    told = "--trainer.router_replay can't serve Qwen3ForCausalLM: its layers have no experts; leave it out"
+    assert told in capsys.readouterr().err
 
 
 def test_experts_that_would_count_nothing_are_refused(tmp_path: Path):

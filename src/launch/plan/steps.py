@@ -443,10 +443,11 @@ STEPS = (
         touches=("disk", "network"), dry=dry_run.model, prints="what is converted or created",
     ),
     PlanStep(
-        "frozen weights, what ranks share", _parts_of_the_model, RUNS, needs=("model",),
+        "frozen weights, what ranks share, replayed experts", _parts_of_the_model, RUNS, needs=("model",),
         when=lambda draft: bool(draft.trainer.freeze)
         or draft.trainer.backend != "fsdp2"
-        or draft.trainer.parallel.is_used,
+        or draft.trainer.parallel.is_used
+        or draft.trainer.replays_experts,
     ),
     PlanStep(
         "models trained with the policy", _trained_models, RUNS, needs=("start", "model"),
