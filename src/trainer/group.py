@@ -383,6 +383,12 @@ def _divided(mesh: DeviceMesh, size: int, name: str) -> tuple[Axis, DeviceMesh |
     return Axis(divided.get_local_rank(name), size, divided.get_group(name)), divided
 
 
+def undivided(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh that `_divided` has made, without the dimension that it has added."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[names[:-1] if len(names) > 2 else "shard"]
+
+
 def _context_axis(rank: int, world_size: int, size: int, tensor: int, patience: timedelta) -> Axis:
     """The ranks that share rows with this one: neighbours by number, so on one machine if possible.
 

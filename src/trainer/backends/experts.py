@@ -25,7 +25,7 @@ from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import name_of
 from cairn.trainer.backends.fsdp2 import FSDP2, Trainable, arguments_of, clip_on_meshes
 from cairn.trainer.backends.plans import cut_experts, experts_in, experts_plan, style_of
-from cairn.trainer.group import RankGroup
+from cairn.trainer.group import RankGroup, undivided
 
 CUT = "grouped_gemm"
 """The style of parameters [experts, ...] of which each rank has some experts."""
@@ -75,8 +75,7 @@ def deal_out(
     how = arguments_of(group.mesh, config)
     # Weights of routing come in float32, also where layers compute in 16 bits.
     how["mp_policy"] = replace(how["mp_policy"], cast_forward_inputs=False)
-    names = mesh.mesh_dim_names or ()
-    how["mesh"] = mesh[names[:-1] if len(names) > 2 else "shard"]
+    how["mesh"] = undivided(mesh)
     shards = mesh["shard"].size()
     for experts in experts_in(model, plan):
         unit = fully_shard(

@@ -1,5 +1,6 @@
 """FSDP2 as a training backend: weights sharded layer by layer over all ranks, whatever samples these see."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -74,13 +75,7 @@ class FSDP2:
         loss: Callable[[MicroBatch, Out], tuple[torch.Tensor, S]],
     ) -> list[S]:
         """Every micro-batch's gradient is reduced at once, so a rank holds that of its shards alone."""
-        found: list[S] = []
-        for micro in micros:
-            micro = micro.to(self._group.device)
-            scaled, sums = loss(micro, forward(micro))
-            scaled.backward()
-            found.append(sums)
-        return found
+        return one_by_one(self._group.device, micros, forward, loss)
 
     def norm_and_clip(self, model: Trainable, limit: float) -> torch.Tensor:
         """All parameters are on one mesh, as torch's function wants it."""
@@ -106,6 +101,28 @@ class FSDP2:
 
     def wake(self) -> None:
         """Nothing to do: the allocator takes memory as the next passes ask for it."""
+
+
+def one_by_one(
+    device: torch.device,
+    micros: Sequence[MicroBatch],
+    forward: Callable[[MicroBatch], Out],
+    loss: Callable[[MicroBatch, Out], tuple[torch.Tensor, S]],
+    backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> list[S]:
+    """Each micro-batch forward and backward before the next one; see `Backend.forward_backward`.
+
+    Args:
+        backward: makes the context of a backward pass.
+    """
+    found: list[S] = []
+    for micro in micros:
+        micro = micro.to(device)
+        scaled, sums = loss(micro, forward(micro))
+        with backward():
+            scaled.backward()
+        found.append(sums)
+    return found
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -45,7 +45,7 @@ from cairn.trainer.backends.plans import (
     names_of,
     style_of,
 )
-from cairn.trainer.group import NO_AXIS, Axis, RankGroup
+from cairn.trainer.group import NO_AXIS, Axis, RankGroup, undivided
 
 PARTIAL = "replicated_with_grad_allreduce"
 """The style of a norm of heads: each rank has the gradient of its own heads."""
@@ -93,9 +93,7 @@ class TensorParallel(FSDP2):
         if group.expert.size > 1:
             deal_out(model, layers, group, config)
         how = arguments_of(group.mesh, config)
-        names = mesh.mesh_dim_names or ()
-        layer_mesh = mesh[names[:-1] if len(names) > 2 else "shard"]
-        shard(model, layers, how, keep_gathered=bool(config.keep_gathered), layer_mesh=layer_mesh)
+        shard(model, layers, how, keep_gathered=bool(config.keep_gathered), layer_mesh=undivided(mesh))
         allocate(model, "cpu" if config.state_on == "host" else group.device.type)
         decoder_of(model, layers)[1].register_forward_hook(_enter_layers(group.tensor))
         parameters = dict(model.named_parameters())

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from torch.utils._pytree import tree_leaves  # torch has no public one
 
+from cairn.trainer.backends.fsdp2 import one_by_one
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.group import Axis
 from cairn.trainer.packing import MicroBatch
@@ -78,14 +79,7 @@ class OneStage:
         loss: Callable[[MicroBatch, Out], tuple[torch.Tensor, S]],
     ) -> list[S]:
         """One micro-batch after the other, forward and backward."""
-        found: list[S] = []
-        for micro in micros:
-            micro = micro.to(self._device)
-            scaled, sums = loss(micro, forward(micro))
-            with without_gpu(self._device):
-                scaled.backward()
-            found.append(sums)
-        return found
+        return one_by_one(self._device, micros, forward, loss, lambda: without_gpu(self._device))
 
     def once(self, gpt: Any, make: Callable[[], Out]) -> Out:
         """What `make` returns."""
