@@ -86,8 +86,7 @@ def _run(plan: RunPlan) -> int:
                     raise RoleFailed(str(altered)) from None
                 print(f"{altered}; going on from the newest checkpoint", flush=True)
                 altered_at = newest
-                config = plan.settled.sharing(ckpt=config.ckpt.resuming_by_itself())
-                plan = again(plan, "start", STEPS, config=config, settled=config, damaged=None, away=None)
+                plan = _after(plan)
     except RoleFailed as error:
         if run.has_moved():
             raise
@@ -106,24 +105,27 @@ def _say_damage(plan: RunPlan, damaged: StartDamaged) -> None:
         print(f"the checkpoint of step {first.step} is damaged: {damaged}", flush=True)
 
 
-def _after(plan: RunPlan, damaged: StartDamaged) -> RunPlan:
-    """The plan for an attempt after one that has found a checkpoint damaged.
+def _after(plan: RunPlan, damaged: StartDamaged | None = None) -> RunPlan:
+    """The plan for an attempt after one that has found damage.
 
     A step that the user has named is either replaced by the remote one, or that is the end.
+
+    Args:
+        damaged: the checkpoint that is; None: the newest one is good.
 
     Raises:
         UsageError: there is nothing else to start from.
         RoleFailed: likewise, after the run has gone on from its start.
     """
     first, config = plan.first, plan.settled
-    at_start = damaged.folder == first.folder
+    at_start = damaged is not None and damaged.folder == first.folder
     named = at_start and first.named
     try:
         if not named:
             config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
-        still = None if replaced(config, damaged.folder) else damaged
+        still = None if damaged is None or replaced(config, damaged.folder) else damaged
         if still and named:
-            raise damaged_start(damaged)
+            raise damaged_start(still)
         return again(plan, "start", STEPS, config=config, settled=config, damaged=still, away=None)
     except UsageError as error:
         if at_start:

@@ -128,8 +128,9 @@ def rank_need(
         logits = min(logits, chunk_logits)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
-    exchanged = footprint.exchanged * rows * tokens // (shared * config.parallel.tensor)
-    exchanged = exchanged if footprint.dealt_to > 1 else 0
+    exchanged = 0
+    if footprint.dealt_to > 1:
+        exchanged = footprint.exchanged * rows * tokens // (shared * config.parallel.tensor)
     parts += [
         MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
         MemoryPart("what experts on other ranks send back", exchanged, counted=False),
