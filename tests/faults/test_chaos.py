@@ -9,6 +9,7 @@ import json
 import random
 import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 
 import draws
@@ -131,9 +132,11 @@ def draw_faults(kind: str, ranks: int, number: int | None) -> list[str]:
     return [f"{p}:kill@{chance.randint(1, 2)}{rank}" for p, rank in zip(chosen, struck, strict=True)]
 
 
-def strike(shell: Shell, *arguments: object, deadline: float) -> tuple[dict, str]:
+def strike(
+    shell: Shell, *arguments: object, deadline: float, environment: Mapping[str, str] | None = None
+) -> tuple[dict, str]:
     """Run the harness, which must find no violation; returns its summary and all its output."""
-    with shell.start("python", "scripts/chaos.py", *arguments) as harness:
+    with shell.start("python", "scripts/chaos.py", *arguments, environment=environment) as harness:
         finished = harness.finish(deadline)
     assert finished.code == 0, finished.output
     summary = json.loads(finished.output.splitlines()[-1])
@@ -146,13 +149,9 @@ def test_a_lost_machine(shell: Shell, tmp_path: Path):
     """Its run directory is deleted under it, and the uploader dies before it commits a step; seed 2286."""
     command = ("sft", "@", f"{CONFIGS}/sft.toml", "--data.batch-size", 192, "--max-steps", 12)
     remote = ("--ckpt.interval", 3, "--ckpt.remote", "s3://bucket/chaos")
-    arguments = ("scripts/chaos.py", "--seed", 2286, "--runs", 1, "--json", "--", *command, *remote)
+    arguments = ("--seed", 2286, "--runs", 1, "--json", "--", *command, *remote)
     with s3_server(tmp_path) as environment:
-        with shell.start("python", *arguments, environment=environment) as harness:
-            finished = harness.finish(300)
-        assert finished.code == 0, finished.output
-        summary = json.loads(finished.output.splitlines()[-1])
-        assert summary["violations"] == []
+        summary, _ = strike(shell, *arguments, deadline=300, environment=environment)
         assert summary["kills"] == {"fault remote.before_manifest": 1, "machine_lost disk": 1}
         left = [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
         assert left == [], "the harness has deleted what it had uploaded"
