@@ -253,14 +253,15 @@ def say_missing(run: RunDirectory, last: int, earlier: Attempt | None) -> None:
     """
     rows = [row for row in run.metrics.rows() if row["step"] <= last]
     there = {row["step"] for row in rows}
+    said: list[str] = []
     if missing := set(range(min(there, default=1), last + 1)).difference(there):
-        _say(f"{run.metrics.path.name} has no row of steps {ranges_of(missing)}")
+        said.append(f"{run.metrics.path.name} has no row of steps {ranges_of(missing)}")
     for name, steps in lost(rows, run.evals.rows()).items():
-        _say(f"{run.evals.path.name} lacks {name!r} of steps {ranges_of(steps)}")
+        said.append(f"{run.evals.path.name} lacks {name!r} of steps {ranges_of(steps)}")
     if earlier and run.history.newest_attempt() < earlier.number:
         newest = run.history.newest_attempt()
-        _say(f"{run.history.path.name} ends in attempt {newest} of {earlier.number}, so events are missing")
-
-
-def _say(what: str) -> None:
-    print(f"warning: {what}: no copy was found, and ckpt audit will say so, too", flush=True)
+        said.append(
+            f"{run.history.path.name} ends in attempt {newest} of {earlier.number}, so events are missing"
+        )
+    for what in said:
+        print(f"warning: {what}: no copy was found, and ckpt audit will say so, too", flush=True)
