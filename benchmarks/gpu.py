@@ -13,7 +13,7 @@
   with it.
 
 Models have the shapes of Qwen3 and random weights from a seed; tiny is the README's model, which CI runs on a
-CPU. How all of this is computed is in docs/gpu.md.
+CPU. How all of this is computed is in docs/how-to/gpu.md.
 """
 
 import argparse

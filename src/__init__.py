@@ -1,6 +1,7 @@
 """Cairn: post-training for language models that never loses its place.
 
-The names below are the public API (docs/api.md). Their modules are imported when a name is first used.
+The names below are the public API (docs/reference/api.md). Their modules are imported when a name is first
+used.
 """
 
 import importlib

@@ -324,7 +324,7 @@ SERVED = {
     "bloom": "up to 3e-4",
     "nemotron_h": "up to 3e-4",
 }
-"""Last column of docs/models.md's table; tests/integration/test_served_families.py checks it."""
+"""Last column of docs/reference/models.md's table; tests/integration/test_served_families.py checks it."""
 STATE = ("no: state from token to token", "carry state from token to token")
 DROPOUT = ("no: dropout or noise", "it has dropout")
 OWN = ("no: attention of its own", "the model's forward pass fails|logprobs of samples differ")
@@ -337,8 +337,8 @@ UNSHARED = {
     **dict.fromkeys(("mamba", "mamba2", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5", "minimax"), STATE),
     **dict.fromkeys(("qwen3_next", "falcon_h1", "bamba", "nemotron_h", "jamba", "granitemoehybrid"), STATE),
 }
-"""Families whose rows ranks can't share: the column `context` of docs/models.md's table, and what the error
-has; tests/integration/test_step_ranks.py checks it."""
+"""Families whose rows ranks can't share: the column `context` of docs/reference/models.md's table, and what
+the error has; tests/integration/test_step_ranks.py checks it."""
 
 
 NO_PLAN = ("no: no plan", "has no plan that says how its layers are cut")

@@ -1,4 +1,4 @@
-"""Pictures of the page for the documentation: `uv run python tests/pictures.py docs [WIDTH HEIGHT]`.
+"""Pictures of the page for the documentation: `uv run python tests/pictures.py docs/images [WIDTH HEIGHT]`.
 
 They show recorded runs (`recorded_runs.py`) in a headless Chromium, as if these lay in somebody's home.
 """

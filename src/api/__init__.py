@@ -1,1 +1,1 @@
-"""The public API: what `import cairn` offers (docs/api.md). Its parts are imported on first use."""
+"""The public API: what `import cairn` offers (docs/reference/api.md). Its parts are imported on first use."""

@@ -152,7 +152,7 @@ class AdvantageConfig(BaseConfig):
     arguments_of: ClassVar[dict[str, str]] = {"type": "args"}
     """The arguments of one type do not apply to another."""
     type: str = "grpo"
-    """grpo, rloo, ... (docs/algorithms.md); gae, of a critic (trainer.critic); or your own: module:Class."""
+    """grpo, rloo, ... (docs/reference/algorithms.md); gae, of a critic (trainer.critic); or module:Class."""
     args: dict[str, Any] = {}
     """Arguments; grpo: normalize, divide by the standard deviation (true); gdpo: weights of named rewards."""
 

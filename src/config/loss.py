@@ -28,7 +28,7 @@ class PolicyConfig(LossConfig):
     """The settings that all built-in losses of RL have."""
 
     type: Any
-    """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
+    """How answers are learned from: ppo_clip, cispo, ... (docs/reference/algorithms.md), or module:Class."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over tokens, over the means of answers, or with a constant in the place of answers' lengths."""
     aggregation_tokens: int | None = Field(default=None, ge=1)
@@ -179,7 +179,7 @@ class CustomLossConfig(LossConfig):
 
     is_own = True
     type: str
-    """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
+    """How answers are learned from: ppo_clip, cispo, ... (docs/reference/algorithms.md), or module:Class."""
     args: dict[str, Any] = {}
     """module:Class: arguments of its constructor."""
 

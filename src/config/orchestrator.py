@@ -43,7 +43,7 @@ class OrchestratorConfig(SharedConfig):
     reasoning_parser: str | None = None
     """vLLM's parser of reasoning, such as qwen3; without one, reasoning is part of an answer's text."""
     eval: list[EvalConfig] = []
-    """Evaluations of the run's policies, as [[eval]] tables; see docs/training.md."""
+    """Evaluations of the run's policies, as [[eval]] tables; see docs/how-to/evaluation.md."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in one batch (one optimiser step)."""
     samples_per_prompt: int = Field(default=8, ge=1)

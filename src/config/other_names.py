@@ -188,15 +188,15 @@ NOTES = {name: note for names, note in NOTES_OF.items() for name in names.split(
 ROWS = "metrics.jsonl in the output folder has a row for every step"
 TRACKERS = (
     "{sinks.tensorboard.} writes event files for TensorBoard, {wandb.} sends metrics to Weights & Biases "
-    "({wandb.mode} offline works without a network); docs/sinks.md has the others"
+    "({wandb.mode} offline works without a network); docs/how-to/sinks.md has the others"
 )
 VALIDATED = (
     "{?validation}[[validation]] tables in a file say what is validated and after how many steps (interval, "
-    "at_start); see docs/training.md#validation"
+    "at_start); see docs/how-to/validation.md"
 )
 EVALUATED = (
     "{?eval}[[eval]] tables in a file say what is evaluated and after how many steps (interval); see "
-    "docs/training.md#evaluation"
+    "docs/how-to/evaluation.md"
 )
 PACKED = "samples are always packed into rows of {seq_len} tokens"
 SHARDED = (
@@ -211,7 +211,7 @@ PUSHED = "there is no upload to the hub: `ckpt export` writes a folder, and `hf 
 UNSAFE = "code from a model's repository is never run"
 TEMPLATE = "the model's own chat template is used; put another one into chat_template.jinja of its folder"
 ALGORITHM = (
-    "there is no such option; docs/algorithms.md lists the losses and advantages, and {loss.type} "
+    "there is no such option; docs/reference/algorithms.md lists the losses and advantages, and {loss.type} "
     "module:Class is one of your own"
 )
 SAMPLED = (
@@ -318,7 +318,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tf32", ("{precision.float32_matmul} high allows it",)),
     (
         "precompute_ref_log_probs precompute_ref_batch_size",
-        ("the reference scores all records once, before the first step (docs/preferences.md)",),
+        ("the reference scores all records once, before the first step (docs/how-to/preferences.md)",),
     ),
     ("model_init_kwargs", ("{precision.compute}, {attention} and {model.config} are such options",)),
     ("model_revision", ("give a folder: `hf download NAME --revision REVISION` makes one",)),
@@ -326,19 +326,22 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "steps_per_generation",
         ("{updates_per_batch} and {mini_batches} say how often a batch is learned from",),
     ),
-    ("reward_weights", ("an environment gives its parts their weights; see docs/environments.md",)),
+    ("reward_weights", ("an environment gives its parts their weights; see docs/how-to/environments.md",)),
     (
         "max_tool_calling_iterations",
-        ("an environment says how many turns there are; see docs/environments.md",),
+        ("an environment says how many turns there are; see docs/how-to/environments.md",),
     ),
-    ("num_nodes", ("{slurm.nodes} of a Slurm job; see docs/clusters.md",)),
+    ("num_nodes", ("{slurm.nodes} of a Slurm job; see docs/how-to/clusters.md",)),
     (
         "activation_offloading",
         ("activations stay on the device; {activation_checkpointing} keeps fewer of them",),
     ),
     (
         "adapter_name_or_path",
-        ("{model.name} takes whole models: merge the adapter first (`ckpt import` does; docs/lora.md)",),
+        (
+            "{model.name} takes whole models: merge the adapter first (`ckpt import` does; "
+            "docs/how-to/lora.md)",
+        ),
     ),
 )
 """Names used elsewhere that have no setting here, and what there is instead; see `MISSING`."""

@@ -1,4 +1,4 @@
-"""Settings of sinks: where a run's metrics and events go beside its own files (docs/sinks.md)."""
+"""Settings of sinks: where a run's metrics and events go beside its own files (docs/how-to/sinks.md)."""
 
 import os
 from typing import Any, Literal
@@ -110,7 +110,7 @@ class SinksConfig(BaseConfig):
     webhook: WebhookConfig | None = None
     command: NotifyCommandConfig | None = None
     own: list[OwnSinkConfig] = []
-    """Sinks of your own, as [[sinks.own]] tables with name and args; see docs/extending.md."""
+    """Sinks of your own, as [[sinks.own]] tables with name and args; see docs/how-to/extending.md."""
     grace: float = Field(default=10, ge=0)
     """Seconds that the command waits, once the run is over, for what sinks have not sent yet."""
 

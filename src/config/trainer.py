@@ -281,7 +281,7 @@ class SFTConfig(TrainerBase):
     """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()
     validation: list[ValidationConfig] = []
-    """Held-out records whose loss is measured, as [[validation]] tables; see docs/training.md."""
+    """Held-out records whose loss is measured, as [[validation]] tables; see docs/how-to/validation.md."""
     loss: SFTLossConfig = LikelihoodConfig()
     slurm: SlurmConfig | None = None
 

@@ -35,8 +35,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     if is_reward_model(Path(model)):
         raise UsageError(
             f"--model.name {model}: a reward model gives conversations a number, and answers nothing, so the "
-            "inference server has no use for it. In RL it is a reward function (docs/preferences.md); vLLM's "
-            f"own server serves it: vllm serve {model} --runner pooling"
+            "inference server has no use for it. In RL it is a reward function (docs/how-to/preferences.md); "
+            f"vLLM's own server serves it: vllm serve {model} --runner pooling"
         )
     cpu = installed_build() == "cpu"
     config = config.settled(gpu_servers=not cpu)

@@ -68,7 +68,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
-"""One rollout a row; docs/rollouts.md says what each column is."""
+"""One rollout a row; docs/how-to/rollouts.md says what each column is."""
 KEY = ("step", "place", "sample")
 """The columns that identify a rollout."""
 MARKUP = re.compile(

@@ -65,7 +65,7 @@ def checkpoints_by(config: Mapping[str, Any] | None, run: Path) -> Path:
 
 
 class RunDirectory:
-    """Everything that a run owns (docs/training.md, "The run directory"), and nobody else writes to.
+    """Everything that a run owns (docs/reference/run-directory.md), and nobody else writes to.
 
     Any of its files may be damaged when a run starts: a power cut leaves files empty, disks lose sectors.
     Those that are read here are read with that in mind; `mend` makes room for what has to be written.

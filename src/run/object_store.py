@@ -33,7 +33,7 @@ def is_url(text: str) -> bool:
     return urlsplit(text).scheme in SCHEMES and "://" in text
 
 
-NO_CREDENTIALS = "a URL must hold no credentials; give them in the environment (docs/remote.md)"
+NO_CREDENTIALS = "a URL must hold no credentials; give them in the environment (docs/how-to/remote.md)"
 """The error for one that does. It does not repeat the URL, as what it holds may be a secret."""
 
 

@@ -201,7 +201,7 @@ class DiagnoseRun(LooksAtRun):
         for number, finding in enumerate(shown.findings, start=1):
             print(f"\n{number}. {printable(finding.what)}.\n   {printable(finding.advice)}.")
         if not shown.findings:
-            print(f"nothing is wrong by any of the {len(RULES)} rules (docs/watching.md lists them)")
+            print(f"nothing is wrong by any of the {len(RULES)} rules (docs/how-to/watching.md lists them)")
         print()
         if shown.pace is not None:
             wait = shown.shares["wait"]

@@ -1,4 +1,4 @@
-"""The public API from the outside: every example of docs/api.md, from a script and from a notebook."""
+"""The public API from the outside: the examples of docs/reference/api.md, from a script and a notebook."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: S
         "async def cell(code): exec(code, globals())",
         "mistake = ''",
     ]
-    for block in blocks("api.md"):
+    for block in blocks("reference/api.md"):
         if "cairn.rl(" in block:
             whole = Path(CONFIGS) / "rl.toml"
             (tmp_path / "rl.toml").write_text(with_server((REPOSITORY / whole).read_text(), server))
@@ -85,8 +85,8 @@ def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: S
 def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(
     tmp_path: Path, shell: Shell, server: Server
 ):
-    """The one of docs/extending.md, started as the page says, but with a server that is there."""
-    for block in [*blocks("extending.md"), *blocks("extending.md", "toml")]:
+    """The one of docs/how-to/extending.md, started as the page says, but with a server that is there."""
+    for block in [*blocks("how-to/extending.md"), *blocks("how-to/extending.md", "toml")]:
         if name := re.match(r"# (\w+\.(?:py|toml))\n", block):
             (tmp_path / name[1]).write_text(block)
     whole = tmp_path / "extended.toml"
@@ -104,8 +104,8 @@ def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(
 
 
 def test_sft_with_a_loss_of_ones_own(tmp_path: Path, shell: Shell):
-    """The one of docs/extending.md, started as the page says; the checkpoint names it."""
-    for block in [*blocks("extending.md"), *blocks("extending.md", "toml")]:
+    """The one of docs/how-to/extending.md, started as the page says; the checkpoint names it."""
+    for block in [*blocks("how-to/extending.md"), *blocks("how-to/extending.md", "toml")]:
         if name := re.match(r"# (my_sft\w*\.(?:py|toml))\n", block):
             (tmp_path / name[1]).write_text(block)
     flags = ("@", tmp_path / "my_sft.toml", "--output-dir", tmp_path / "run", "--ckpt")

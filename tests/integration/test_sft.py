@@ -214,7 +214,7 @@ def test_a_checkpoint_opens_in_transformers(straight: Path, data: Path):
 
 
 def test_what_a_finished_run_leaves(shell: Shell, straight: Path):
-    """The run directory has what docs/training.md lists, and `ckpt` reads its checkpoints."""
+    """The run directory has what docs/reference/run-directory.md lists, and `ckpt` reads its checkpoints."""
     config = read(straight / "config.json")
     assert (config["max_steps"], config["ckpt"]["interval"]) == (40, 20)
     assert (straight / "logs" / "trainer.log").exists()

@@ -485,7 +485,7 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
 
 @pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
 def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
-    """And docs/models.md says so."""
+    """And docs/reference/models.md says so."""
     refusals = {"context": UNSHARED, "tensor": UNDIVIDED, "expert": UNDEALT, "both": NOT_BOTH}
     for axis, refused in refusals.items():
         if axis == "both" and family in UNDEALT:

@@ -68,7 +68,7 @@ def test_importing_cairn_takes_no_time():
 
 
 def test_every_public_name_is_there_and_described():
-    page = (REPOSITORY / "docs" / "api.md").read_text()
+    page = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
     for name in [*cairn.__all__, "__version__"]:
         assert getattr(cairn, name) is not None
         assert f"cairn.{name}" in page or name == "Checkpoint"

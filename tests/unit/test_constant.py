@@ -306,7 +306,7 @@ def test_transformers_opens_what_is_split(make_saver, store):
 
 
 def test_a_model_that_exists_has_the_names_of_the_documentation():
-    """docs/training.md shows patterns; those match a real model's names."""
+    """docs/how-to/optimisers.md shows patterns; those match a real model's names."""
     config = REPOSITORY / CONFIGS / "model"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))

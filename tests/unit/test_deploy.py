@@ -76,7 +76,7 @@ def test_commands_are_ones_that_there_are(name: str, tmp_path: Path):
         assert trainer.ray.address == f"{documents('RayCluster')[0]['metadata']['name']}-head-svc:6379"
 
 
-SAID = (REPOSITORY / "docs" / "clusters.md").read_text()
+SAID = (REPOSITORY / "docs" / "how-to" / "clusters.md").read_text()
 
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"^uv run (?:sft|rl) .*$", SAID, re.M))))

@@ -38,7 +38,7 @@ def run_script(path: Path, *blocks: str) -> str:
 def test_rl_on_one_page_learns(tmp_path: Path):
     """From chance, which is 1 in 20, to several times that."""
     facts = "print(sum(history[:5]) / 5, sum(history[-5:]) / 5)"
-    *lines, ends = run_script(tmp_path / "rl.py", *blocks("rl-on-one-page.md"), facts).splitlines()
+    *lines, ends = run_script(tmp_path / "rl.py", *blocks("concepts/rl-on-one-page.md"), facts).splitlines()
     first, last = map(float, ends.split())
     assert first < 0.08
     assert last > 3 * first
@@ -48,7 +48,7 @@ def test_rl_on_one_page_learns(tmp_path: Path):
 def test_every_seam_has_a_working_example(tmp_path: Path):
     """Blocks that begin with a file's name are modules; the others are one program that uses them."""
     program = []
-    for block in blocks("extending.md"):
+    for block in blocks("how-to/extending.md"):
         if name := re.match(r"# (my_\w+\.py)\n", block):
             (tmp_path / name[1]).write_text(block)
         else:
@@ -62,8 +62,8 @@ def test_every_seam_has_a_working_example(tmp_path: Path):
 
 
 def test_the_page_lists_the_fault_points_as_they_are():
-    """docs/checkpoints.md has a table of them; the code has another one."""
-    page = (DOCS / "checkpoints.md").read_text()
+    """docs/concepts/checkpoints.md has a table of them; the code has another one."""
+    page = (DOCS / "concepts" / "checkpoints.md").read_text()
     section = page.split("## Faults on demand", 1)[1].split("\n## ", 1)[0]
     listed = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|$", section, re.M))
     assert listed == faults.POINTS
@@ -71,7 +71,7 @@ def test_the_page_lists_the_fault_points_as_they_are():
 
 def test_links_between_pages_lead_somewhere():
     """Files exist, and so do the headings that a link names."""
-    for page in [*DOCS.glob("*.md"), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]:
+    for page in [*DOCS.rglob("*.md"), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", page.read_text()):
             name, _, anchor = target.partition("#")
             other = page.parent / name if name else page
@@ -82,8 +82,8 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_every_metric_is_documented():
-    """Each key with a slash that the roles' sources write, in docs/metrics.md; <name> stands for any."""
-    page = (DOCS / "metrics.md").read_text()
+    """Each key with a slash that the roles' sources write, in docs/reference/metrics.md; <name> is any."""
+    page = (DOCS / "reference" / "metrics.md").read_text()
     documented = [re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"`([\w/<>:.]+)`", page)]
     documented += [name.replace("run/", "", 1) for name in documented if name.startswith("run/")]
     sources = Path(cairn.__file__).parent

@@ -1,4 +1,4 @@
-"""What holds for each model family, on one rank; docs/models.md has the table.
+"""What holds for each model family, on one rank; docs/reference/models.md has the table.
 
 `PYTHONPATH=tests python tests/unit/test_families.py` writes the table anew.
 """
@@ -40,7 +40,7 @@ from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- table: tests/unit/test_families.py -->\n", "<!-- end -->\n"
 HEADINGS = (
     "family",
@@ -244,7 +244,7 @@ def line(family: str, verdict: Verdict) -> str:
 
 
 def table_on_page() -> list[str]:
-    """The lines of docs/models.md's table, headings apart."""
+    """The lines of docs/reference/models.md's table, headings apart."""
     text = PAGE.read_text()
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].splitlines()[2:]
 
@@ -253,7 +253,7 @@ def table_on_page() -> list[str]:
 def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(
     tmp_path: Path, group: RankGroup, family: str
 ):
-    """And docs/models.md says so."""
+    """And docs/reference/models.md says so."""
     found = line(family, examine(family, tmp_path, group))
     assert found in table_on_page(), (
         "`PYTHONPATH=tests python tests/unit/test_families.py` writes the table anew"
@@ -278,7 +278,7 @@ def test_the_table_has_each_family_once():
 
 
 def main() -> None:
-    """Write the table into docs/models.md."""
+    """Write the table into docs/reference/models.md."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     os.environ["HF_HUB_OFFLINE"] = "1"
     with joined() as group:

@@ -214,10 +214,12 @@ def test_the_losses_of_one_command_are_not_for_the_other(config: Any, section: d
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The module `my_losses` of docs/training.md, `my_sft_loss` of the page on seams, and what is no loss."""
-    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    """The module `my_losses` of docs/how-to/policy-losses.md, `my_sft_loss` of extending.md, and no loss."""
+    (code,) = re.findall(
+        r"```python\n(import torch\n.*?)```", (DOCS / "how-to" / "policy-losses.md").read_text(), re.DOTALL
+    )
     (of_sft,) = re.findall(
-        r"```python\n(# my_sft_loss.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL
+        r"```python\n(# my_sft_loss.*?)```", (DOCS / "how-to" / "extending.md").read_text(), re.DOTALL
     )
     (tmp_path / "my_losses.py").write_text(code)
     (tmp_path / "my_sft_loss.py").write_text(of_sft)

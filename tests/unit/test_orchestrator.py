@@ -273,7 +273,7 @@ def test_what_is_no_advantage_is_never_learned(value: object, message: str):
 
 def test_the_example_in_the_docs_is_an_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """RLOO, as the section says, with arguments of its own."""
-    section = (REPOSITORY / "docs" / "training.md").read_text().partition("## Advantages")[2]
+    section = (REPOSITORY / "docs" / "how-to" / "advantages.md").read_text()
     example = section.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "my_rewards.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)

@@ -85,7 +85,7 @@ def choices_of(model: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 12))
 def test_a_familys_choice_can_be_replayed_or_the_run_does_not_start(tmp_path: Path, family: str):
-    """And docs/models.md says so."""
+    """And docs/reference/models.md says so."""
     make_config(family).save_pretrained(tmp_path)
     config = TrainerConfig(router_replay=True)
     if family not in UNREPLAYED:

@@ -40,7 +40,7 @@ from cairn.watch.sinks.follow import Follower, TakenRows
 from cairn.watch.sinks.notify import NotTold
 
 DEADLINE = 30.0
-SINKS_PAGE = Path(__file__).parents[2] / "docs" / "sinks.md"
+SINKS_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sinks.md"
 ATTEMPT = Attempt("5eed", 1, "sft", 0, None, "branch_1")
 
 
@@ -318,7 +318,7 @@ def values(text: str) -> dict[tuple[str, str], float]:
 
 
 def documented() -> dict[str, set[str]]:
-    """The labels of each name in the table of docs/sinks.md; those that all have are in each."""
+    """The labels of each name in the table of docs/how-to/sinks.md; those that all have are in each."""
     found: dict[str, set[str]] = {}
     for line in re.findall(r"^\| `cairn_.*$", SINKS_PAGE.read_text(), re.M):
         _, names, labels, *_ = line.split("|")

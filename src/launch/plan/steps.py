@@ -1,7 +1,8 @@
 """The table of steps by which the plan of a command is made, and what each step does.
 
 The order is behaviour: which of several errors a user sees first, and what a step finds in the settings that
-it reads. A new launch-time feature is one file with its functions and one row here (docs/extending.md).
+it reads. A new launch-time feature is one file with its functions and one row here
+(docs/how-to/extending.md).
 """
 
 import copy

@@ -55,7 +55,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "gae": Gae,
     "none": NoAdvantage,
 }
-"""By type; docs/algorithms.md has their formulas."""
+"""By type; docs/reference/algorithms.md has their formulas."""
 
 
 def make_advantage(config: AdvantageConfig) -> Advantage:

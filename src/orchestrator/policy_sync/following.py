@@ -39,7 +39,7 @@ SUSPECTS = (
     (
         ("sliding_window", "layer_types"),
         "it mixes kinds of layers or has sliding-window attention",
-        "see docs/models.md for what works",
+        "see docs/reference/models.md for what works",
     ),
     (
         ("rope_scaling", "rope_parameters"),

@@ -1,6 +1,6 @@
 """What is minimised: one file a loss, chosen by the `type` that the configuration gives.
 
-A loss of your own extends `Loss` and is named as module:Class; see "A loss" in docs/extending.md.
+A loss of your own extends `Loss` and is named as module:Class; see "A loss" in docs/how-to/extending.md.
 """
 
 from cairn.config.loss import LossConfig

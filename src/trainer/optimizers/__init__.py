@@ -1,7 +1,7 @@
 """What changes the weights: chosen by the `type` that the configuration gives.
 
 An optimiser of your own extends torch.optim.Optimizer and is named as module:Class; see "An optimiser" in
-docs/extending.md.
+docs/how-to/extending.md.
 """
 
 import re
