@@ -1,6 +1,6 @@
 # Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Renders `--help`: every setting with its default, most used first."""
+"""Renders `--help`: every setting with its default, most used first. The site's reference has the same."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
     lines += ["", bold("help")]
     lines += _row("-h, --help", "Show this and exit.", width)
     lines += [] if root.positional else _row("--version", "Show the version and exit.", width)
-    for name, leaves in _by_section(root, hidden):
+    for name, leaves in by_section(root, hidden):
         section = root.find(tuple(name.replace("-", "_").split("."))) if name else None
         doc = section.doc if section else (SupervisionConfig.__doc__ if name == "supervision" else "")
         doc = _first_line(doc or "")
@@ -73,11 +73,15 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
             doc += f" Off by default; --{name} turns it on."
         lines += ["", bold(name or "general"), *_fill(doc, width, "  ")]
         for leaf in leaves:
-            lines += _row(f"{leaf.flag} {_values(leaf)}".rstrip(), _explained(leaf), width)
+            lines += _row(f"{leaf.flag} {values_of(leaf)}".rstrip(), _explained(leaf), width)
     return "\n".join(lines) + "\n"
 
 
-def _by_section(root: Setting, hidden: set[tuple[str, ...]]) -> list[tuple[str, list[Setting]]]:
+def by_section(root: Setting, hidden: set[tuple[str, ...]]) -> list[tuple[str, list[Setting]]]:
+    """The settings of a command, but for the hidden ones, by the names of their sections, most used first.
+
+    The top-level settings have the name "", and those that are rarely set are in `supervision`.
+    """
     sections: dict[str, list[Setting]] = {}
     for leaf in root.leaves():
         if leaf.path in hidden:
@@ -119,7 +123,8 @@ def _has_sections(setting: Setting) -> bool:
     return any(child.kind == "section" for child in setting.children.values())
 
 
-def _values(leaf: Setting) -> str:
+def values_of(leaf: Setting) -> str:
+    """What a setting takes, in words such as INT or a|b; nothing for a switch."""
     match leaf.kind:
         case "flag":
             return ""
@@ -143,18 +148,20 @@ def _type(annotation: Any) -> str:
     return TYPES.get(annotation, "VALUE")
 
 
-def _explained(leaf: Setting) -> str:
-    """The docstring, with the default value unless that is None or empty."""
+def default_of(leaf: Setting) -> str:
+    """The default value as it is shown; nothing if it is None or empty."""
     default = leaf.default
     if isinstance(default, BaseModel) or default in (None, "", [], {}, ()):
-        return leaf.doc
+        return ""
     if leaf.kind == "flag":
-        shown = "on" if default else "off"
-    elif isinstance(default, list | tuple):
-        shown = " ".join(map(str, default))
-    else:
-        shown = str(default)
-    return f"{leaf.doc} [{shown}]".strip()
+        return "on" if default else "off"
+    return " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+
+
+def _explained(leaf: Setting) -> str:
+    """The docstring, with the default value if there is one."""
+    shown = default_of(leaf)
+    return f"{leaf.doc} [{shown}]".strip() if shown else leaf.doc
 
 
 def _row(flag: str, text: str, width: int) -> list[str]:

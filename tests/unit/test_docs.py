@@ -1,6 +1,7 @@
 """Pages that hold programs: what a reader would copy from them works."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -12,11 +13,17 @@ import pytest
 from runs import REPOSITORY
 
 import cairn
+from cairn.config.cli import COMMANDS, hidden_settings
+from cairn.config.settings import settings_of
+from cairn.config.trainer import SFTConfig
 from cairn.run import faults
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import Attempt
 
 DOCS = REPOSITORY / "docs"
+sys.path.append(str(REPOSITORY / "scripts"))
+site_pages = importlib.import_module("site_pages")
+AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -70,15 +77,37 @@ def test_the_page_lists_the_fault_points_as_they_are():
 
 
 def test_links_between_pages_lead_somewhere():
-    """Files exist, and so do the headings that a link names."""
-    for page in [*DOCS.rglob("*.md"), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]:
+    """Files exist, or the site makes them, and so do the headings that a link names."""
+    made = {DOCS / path: text for path, text in site_pages.generated_pages().items()}
+    for page in [*DOCS.rglob("*.md"), *(REPOSITORY / name for name in AT_THE_ROOT)]:
         for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", page.read_text()):
             name, _, anchor = target.partition("#")
-            other = page.parent / name if name else page
-            assert other.exists(), f"{page.name}: {target}"
-            headings = re.findall(r"^#+ (.+)$", other.read_text(), re.M) if anchor else []
-            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-            assert not anchor or anchor in slugs, f"{page.name}: {target}"
+            other = Path(os.path.normpath(page.parent / name)) if name else page
+            assert other.exists() or other in made, f"{page.name}: {target}"
+            text = made.get(other) or (other.read_text() if anchor else "")
+            anchors = [site_pages.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)]
+            assert not anchor or anchor in anchors, f"{page.name}: {target}"
+
+
+def test_the_reference_has_every_setting_of_every_command():
+    """As `--help` has them, and no others; the API's part has all of its names."""
+    pages = site_pages.command_pages()
+    for command, cls in COMMANDS.items():
+        root = settings_of(cls)
+        wanted = {leaf.flag for leaf in root.leaves() if leaf.path not in hidden_settings(root)}
+        found = re.findall(r"^\| `(--[^`]+)` \|", pages[f"reference/commands/{command}.md"], re.M)
+        assert sorted(found) == sorted(wanted)
+        assert f"(`{command}`]({command}.md)" in pages["reference/commands/index.md"].replace("[", "(")
+    (row,) = re.findall(r"^\| `--optimizer.lr` .*", pages["reference/commands/sft.md"], re.M)
+    assert row.startswith(f"| `--optimizer.lr` | NUMBER | `{SFTConfig().optimizer.lr}` | ")
+    named = re.findall(r"^## (\w+)$", site_pages.python_page(), re.M)
+    assert sorted(named) == sorted(cairn.__all__)
+
+
+def test_links_out_of_the_site_are_shown_as_text():
+    page = "[code](../../tests/runs.py) [page](../format.md#x) [paper](https://arxiv.org/abs/1) [here](#y)"
+    shown = "code [page](../format.md#x) [paper](https://arxiv.org/abs/1) [here](#y)"
+    assert site_pages.without_links_out(page, DOCS / "how-to") == shown
 
 
 def test_every_metric_is_documented():
