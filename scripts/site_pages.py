@@ -1,7 +1,7 @@
 """Pages that are made when the site is built: mkdocs calls the functions `on_...`, as mkdocs.yml says.
 
-Generated are the settings of every command, from the docstrings in src/config, and the public Python API, from
-its docstrings. Neither needs PyTorch. Links that leave docs/ are shown as text: the site has no page of theirs.
+Generated are the settings of every command, from the docstrings in src/config, and the public Python API,
+from its docstrings. Neither needs PyTorch. Links that leave docs/ are shown as text.
 """
 
 import importlib

@@ -5,7 +5,9 @@ Telescope, with underscores. `hints.py` reads these tables.
 """
 
 ELSEWHERE: dict[str, str] = {
-    "optimizer.lr": "lr learning_rate optim.lr actor_rollout_ref.actor.optim.lr actor_learning_rate",
+    "optimizer.lr": (
+        "lr learning_rate optim.lr actor_rollout_ref.actor.optim.lr actor_learning_rate optimizer_config.lr"
+    ),
     "optimizer.type": "optim optimizer_name",
     "optimizer.momentum": "momentum",
     "optimizer.betas": "adam_beta1 adam_beta2 optim.betas1 optim.betas2",
@@ -26,7 +28,7 @@ ELSEWHERE: dict[str, str] = {
     "gpus": "use_cpu",
     "loss.label_smoothing": "label_smoothing",
     "loss.beta|kl.coef": "beta",
-    "data.learn": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
+    "data.learn": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt loss_mask",
     "data.shuffle": "shuffle_dataset",
     "data.too_long": "truncation_mode",
     "data.held_out": "test_split_size val_set_size val_size",
@@ -40,12 +42,14 @@ ELSEWHERE: dict[str, str] = {
     "kl.reference": "ref_model",
     "precision.compute": "bf16 fp16 torch_dtype model.optimization_dtype",
     "seq_len": "max_length max_seq_length model.seq_len data.seq_len max_len sequence_len cutoff_len",
-    "model.name": "model_name_or_path actor_rollout_ref.model.path pretrain base_model model",
+    "model.name": (
+        "model_name_or_path actor_rollout_ref.model.path policy.model.path pretrain base_model model"
+    ),
     "data.name|environment.name": "dataset_name data.train_files data dataset",
     "data.split": "dataset_train_split data.splits",
     "data.epochs|max_steps": "num_train_epochs num_epochs epochs trainer.total_epochs max_epochs",
     "inference.dtype|precision.compute": "dtype",
-    "max_steps": "steps trainer.total_training_steps num_episodes",
+    "max_steps": "steps trainer.total_training_steps max_training_steps num_episodes",
     "ckpt.interval": (
         "save_steps trainer.save_freq saves_per_epoch checkpoint_every ckpt_interval save_strategy save_every"
     ),
@@ -59,32 +63,38 @@ ELSEWHERE: dict[str, str] = {
     "samples_per_prompt": (
         "num_generations group_size rollouts_per_example actor_rollout_ref.rollout.n n_samples_per_prompt"
     ),
-    "updates_per_batch": "num_iterations actor_rollout_ref.actor.ppo_epochs",
+    "updates_per_batch": "num_iterations actor_rollout_ref.actor.ppo_epochs update_epochs_per_batch",
     "sampling.temperature": "temperature actor_rollout_ref.rollout.temperature",
     "sampling.max_tokens": (
         "max_new_tokens max_completion_length sampling.max_completion_tokens data.max_response_length "
-        "generate_max_len"
+        "generate_max_len max_generate_length"
     ),
     "prompts_per_step": "generation_batch_size rollout_batch_size",
     "overlong.type": "mask_truncated_completions",
     "kl.unbiased": "use_bias_correction_kl",
     "environment.name": "reward_funcs env.id custom_reward_function.path prompt_data remote_rm_url",
-    "colocate": "vllm_mode colocate_all_models",
+    "colocate": "vllm_mode colocate_all_models colocate_all",
+    "servers": "num_inference_engines num_engines",
+    "redraw": "filter_groups.enable dynamic_sampling.type",
+    "kl.place": "use_kl_in_reward",
+    "backend": "trainer.strategy",
     "inference_url": "vllm_server_port vllm_server_host vllm_server_base_url vllm_num_engines",
     "server_timeout": "vllm_server_timeout",
     "tensor_parallel": (
-        "vllm_tensor_parallel_size actor_rollout_ref.rollout.tensor_model_parallel_size tensor_parallel_size"
+        "vllm_tensor_parallel_size actor_rollout_ref.rollout.tensor_model_parallel_size tensor_parallel_size "
+        "inference_engine_tensor_parallel_size"
     ),
     "kv_cache_memory": (
         "vllm_gpu_memory_utilization actor_rollout_ref.rollout.gpu_memory_utilization gpu_memory_utilization"
     ),
     "keep_rollouts_gb": "log_completions",
     "loss.clip_low": (
-        "epsilon actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.clip_ratio eps_clip"
+        "epsilon actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.clip_ratio eps_clip "
+        "eps_clip_low"
     ),
-    "loss.clip_high": "epsilon_high actor_rollout_ref.actor.clip_ratio_high",
+    "loss.clip_high": "epsilon_high actor_rollout_ref.actor.clip_ratio_high eps_clip_high",
     "loss.dual_clip": "delta actor_rollout_ref.actor.clip_ratio_c",
-    "loss.type": "loss_type importance_sampling_level pref_loss",
+    "loss.type": "loss_type importance_sampling_level pref_loss policy_loss_type",
     "loss.tau_pos": "sapo_temperature_pos",
     "loss.tau_neg": "sapo_temperature_neg",
     "loss.entropy_coef": "entropy_coef actor_rollout_ref.actor.entropy_coeff",
@@ -115,10 +125,10 @@ ELSEWHERE: dict[str, str] = {
     "loss.aggregation": "actor_rollout_ref.actor.loss_agg_mode",
     "kl.coef": (
         "actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef "
-        "algorithm.kl_ctrl.kl_coef init_kl_coef"
+        "algorithm.kl_ctrl.kl_coef init_kl_coef use_kl_loss kl_loss_coef"
     ),
     "kl.estimator": "actor_rollout_ref.actor.kl_loss_type",
-    "mini_batches": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "mini_batches": "actor_rollout_ref.actor.ppo_mini_batch_size policy_mini_batch_size",
     "critic.gamma": "algorithm.gamma gamma",
     "critic.gae_lambda": "algorithm.lam lambd",
     "critic.optimizer.lr": "critic.optim.lr critic_learning_rate",
@@ -150,7 +160,9 @@ NOTES_OF: dict[str, str] = {
     "finetuning_type": "[lora] trains an adapter, freeze leaves weights out, neither trains all",
     "attn_implementation flash_attn": "auto, dense, varlen or flex",
     "assistant_only_loss completion_only_loss": "the default: the turns of the assistant",
-    "train_on_inputs train_on_prompt": "roles whose turns are learned, such as system user assistant",
+    "train_on_inputs train_on_prompt loss_mask": (
+        "roles whose turns are learned, such as system user assistant"
+    ),
     "test_datasets": "[[validation]] tables in a file",
     "early_stopping_patience": "patience of a [[validation]] table in a file",
     "vllm_server_port vllm_server_host": "the address, such as http://127.0.0.1:8000",
@@ -166,7 +178,11 @@ NOTES_OF: dict[str, str] = {
     "prompt_data": "an environment holds the problems, such as my_env:Sums",
     "data.max_prompt_length prompt_max_len": "a prompt and its answer together",
     "generation_batch_size rollout_batch_size": "each with as many answers as samples-per-prompt says",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "how many parts a batch is split into",
+    "actor_rollout_ref.actor.ppo_mini_batch_size policy_mini_batch_size": (
+        "how many parts a batch is split into"
+    ),
+    "filter_groups.enable dynamic_sampling.type": "how many prompts of a step may be replaced",
+    "use_kl_in_reward": "reward",
     "actor_rollout_ref.actor.clip_ratio eps_clip": "and clip-high for the other side",
     "val_set_size val_size": "a share such as 0.05",
     "use_wandb": "the section [wandb] turns it on",

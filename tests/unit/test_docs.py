@@ -14,6 +14,7 @@ from runs import REPOSITORY
 
 import cairn
 from cairn.config.cli import COMMANDS, hidden_settings
+from cairn.config.hints import unknown_setting
 from cairn.config.settings import settings_of
 from cairn.config.trainer import SFTConfig
 from cairn.run import faults
@@ -102,6 +103,26 @@ def test_the_reference_has_every_setting_of_every_command():
     assert row.startswith(f"| `--optimizer.lr` | NUMBER | `{SFTConfig().optimizer.lr}` | ")
     named = re.findall(r"^## (\w+)$", site_pages.python_page(), re.M)
     assert sorted(named) == sorted(cairn.__all__)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("tutorials/from-*.md")), ids=lambda page: page.stem)
+def test_names_of_other_trainers(page: Path):
+    """What the tables call a setting here is one; who types the other name as a flag is told the same."""
+    roots = {name: settings_of(cls) for name, cls in COMMANDS.items()}
+    rows = [row.split(" | ") for row in re.findall(r"^\|(.+)\|$", page.read_text(), re.M)]
+    pairs = [[re.findall(r"`([\w.]+)`", cell) for cell in row[:2]] for row in rows if len(row) == 3]
+    assert len(pairs) > 20
+    for theirs, ours in pairs:
+        for name in ours:
+            assert any(root.find(tuple(name.split("."))) for root in roots.values()), name
+        wanted = [f"--{name}".replace("_", "-") for name in ours] + [
+            f"[[{name.split('.')[-1]}]]" for name in ours
+        ]
+        for name in theirs if ours else ():
+            path = tuple(name.split("."))
+            unknown = [root for root in roots.values() if not root.find(path)]
+            told = [unknown_setting(path, root, hidden_settings(root), "x") for root in unknown]
+            assert name in ours or any(one in text for one in wanted for text in told), name
 
 
 def test_links_out_of_the_site_are_shown_as_text():

@@ -331,7 +331,7 @@ def test_the_alert_rules_of_the_docs():
     """They are PromQL of names and labels that a run has, in the form of a file of rules."""
     names = {"up": {"job", "instance"}} | documented()
     assert {name for name in names if name != "up"} == set(
-        re.findall(r'"(cairn_\w+)"', (SINKS_PAGE.parents[1] / "src/watch/sinks/prometheus.py").read_text())
+        re.findall(r'"(cairn_\w+)"', (SINKS_PAGE.parents[2] / "src/watch/sinks/prometheus.py").read_text())
     )
     blocks = re.findall(r"^```yaml\n(.*?)^```", SINKS_PAGE.read_text(), re.M | re.S)
     config, rules = map(yaml.safe_load, blocks)
