@@ -78,7 +78,7 @@ class RecordsConfig(DataSetConfig):
     """Records to train on: of one data set, or of several with weights."""
 
     sets: list[MixedDataConfig] = []
-    """Several data sets in place of `name`, as [[data.sets]] tables; see docs/how-to/data.md."""
+    """Several data sets in place of `name`, as [[data.sets]] tables; see docs/how-to/data-files.md."""
     batch_size: int = Field(default=64, ge=1)
     """Records per optimiser step, over all ranks."""
     shuffle: bool = True
