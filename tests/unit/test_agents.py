@@ -539,7 +539,7 @@ def test_a_resume_notices_other_problems_and_another_reward(task: Path, monkeypa
 
 def test_the_example_in_the_docs_is_an_agent(task: Path):
     """With OpenAI's client, and its own tool."""
-    section = (REPOSITORY / "docs" / "how-to" / "environments.md").read_text().partition("\n## Agents")[2]
+    section = (REPOSITORY / "docs" / "how-to" / "agents.md").read_text()
     script = section.partition("```python\n")[2].partition("```")[0]
     (task / "my_agent.py").write_text(script)
     (task / "problems.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "5"}\n' * 3)

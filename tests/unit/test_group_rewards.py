@@ -390,7 +390,7 @@ def test_a_list_called_rewards_makes_no_such_environment():
 
 
 def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (REPOSITORY / "docs" / "how-to" / "environments.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "rewards.md").read_text()
     section = page.partition("\n## Rewards that compare answers\n")[2]
     (tmp_path / "my_ranks.py").write_text(section.partition("```python\n")[2].partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)

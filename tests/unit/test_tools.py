@@ -295,7 +295,7 @@ def test_what_has_no_usable_tools_is_refused_before_anything_starts(cls: str, se
 def test_the_example_in_the_docs_is_an_environment(
     chat: ChatFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    section = (REPOSITORY / "docs" / "how-to" / "environments.md").read_text().partition("\n## Tools\n")[2]
+    section = (REPOSITORY / "docs" / "how-to" / "tools.md").read_text()
     (tmp_path / "my_tools.py").write_text(section.partition("```python\n")[2].partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     named = EnvironmentConfig(name="my_tools:Calculator", args={"problems": 3})

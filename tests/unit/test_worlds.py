@@ -681,7 +681,7 @@ def test_a_program_may_keep_a_snapshot_of_its_world(tmp_path: Path):
 
 
 def test_the_example_in_the_docs_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (REPOSITORY / "docs" / "how-to" / "environments.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "worlds.md").read_text()
     example = next(block for block in page.split("```python\n") if block.startswith("# my_world.py"))
     (tmp_path / "my_world.py").write_text(example.partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
