@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from runs import REPOSITORY
 
 import cairn
@@ -88,6 +90,21 @@ def test_links_between_pages_lead_somewhere():
             text = made.get(other) or (other.read_text() if anchor else "")
             anchors = [site_pages.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)]
             assert not anchor or anchor in anchors, f"{page.name}: {target}"
+
+
+def test_every_page_has_a_place_in_the_menu():
+    """In `nav` of mkdocs.yml, once; pages that the site makes are added to it when it is built."""
+    nav = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
+    listed = [name for name in leaves(nav) if name not in ("reference/python.md", "CHANGELOG.md")]
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    """The pages of a menu."""
+    if isinstance(nav, str):
+        yield nav
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from leaves(part)
 
 
 def test_the_reference_has_every_setting_of_every_command():
