@@ -12,6 +12,8 @@ its keeper, and so is its engine, which vLLM has `multiprocessing` spawn.
 A process that starts others has a server of its own, which is its child. It asks the server through a socket;
 the server forks twice, and the new process becomes a child of the asking one, a subreaper at that moment. A
 raylet starts its workers by a command line, which has the server of its driver fork them (`_ask`).
+
+With pytest-xdist, pytest's processes are such forks themselves, and each has its own server from the start.
 """
 
 import _posixsubprocess
@@ -19,6 +21,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -43,7 +46,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-HERE = Path(__file__)
+HERE = Path(__file__).resolve()
 PRELOADED = ("torch", "transformers", "pyarrow.parquet", "transformers.models.qwen3.modeling_qwen3")
 """The last is the model of configs/reverse_text."""
 NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
@@ -60,20 +63,33 @@ FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
     *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
+    *("HOME", "PYTHONPATH", "PYTHONFAULTHANDLER"),
 )
-"""The beginnings of variables that are not read, once and for all, when modules are imported."""
+"""The beginnings of variables that are not read, once and for all, when modules are imported: in HOME
+libraries look for caches, which are in XDG_CACHE_HOME here, and LATER sees to Python's own."""
 KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"
+OF_PYTEST = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""The arguments with which pytest-xdist starts pytest's processes."""
+FORKSERVER = "from multiprocessing.forkserver import main;"
+"""How the code begins of the process by which `multiprocessing` forks others."""
 VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+VLLM_REGISTRY = "vllm.model_executor.models.registry"
+"""By this a server looks at a model's class, if vLLM has not noted what it found of it."""
 VLLM_PRELOADED = (VLLM_SERVER, "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TITLE_BYTES = 4096
 MOST_FILES = 64
 
+own: "ForkServer | None" = None
+"""The server of this process, if it is a process of pytest's and a fork."""
+
 _libc = ctypes.CDLL(None)
 _execute: Callable[..., int] = _posixsubprocess.fork_exec
 _environment: dict[str, str] = {}
 """What modules have been imported with."""
+_taken_over: dict[str, str] = {}
+"""Values of LATER's variables that a process further up has taken over, or this one."""
 _without_torch: dict[str, ModuleType] = {}
 """All modules as they were before torch was imported."""
 _all_modules: dict[str, ModuleType] = {}
@@ -96,9 +112,11 @@ class ForkServer:
 
     def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
         """Whether to fork a program rather than to execute it."""
-        if os.environ.get("CAIRN_TESTS_EXEC") or any(os.isatty(file) for file in files):
+        if os.environ.get("CAIRN_TESTS_EXEC") or Path(program[0]).parent != Path(sys.executable).parent:
             return False
-        if Path(program[0]).parent != Path(sys.executable).parent:
+        if program[1:] == OF_PYTEST:  # what differs in its environment it adds by itself, and sends on
+            return True
+        if any(os.isatty(file) for file in files):
             return False
         names = {name for name, value in environment.items() if self.environment.get(name) != value}
         names |= self.environment.keys() - environment.keys()
@@ -106,14 +124,17 @@ class ForkServer:
             # A server that compiles reads more when it imports torch. What a server sets for its engine comes
             # too late for its own torch as well, and vLLM forks engines where it may.
             as_well = (*AT_ANY_TIME, "VLLM_", *LATER)
-            in_time = _spawned(program) or all(name.startswith(as_well) for name in names)
+            within = _spawned(program) or program[1:3] == ["-m", VLLM_REGISTRY]
+            in_time = within or all(name.startswith(as_well) for name in names)
             return self.has_vllm and environment.get("TORCHDYNAMO_DISABLE") == "1" and in_time
         if not all(name.startswith(AT_ANY_TIME) for name in names):
+            return False
+        if "PYTHONPATH" in names and _shadows(environment.get("PYTHONPATH", "")):
             return False
         if program[1:2] == ["-m"] and len(program) > 2:
             return program[2].removeprefix("cairn.") in FORKED
         if program[1:2] == ["-c"]:
-            return bool(IMPORTS_OURS.search(program[2]))
+            return bool(IMPORTS_OURS.search(program[2])) or _is_forkserver(program)
         return program[1:2] in ([str(HERE)], [HARNESS]) or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
@@ -160,7 +181,7 @@ class HelperServer:
         for name in server.environment.keys() - self._environment.keys():
             environment = {name: server.environment[name], **environment}
         for name, value in self._environment.items():
-            if environment.get(name) == value:
+            if environment.get(name) == value and name in server.environment:
                 environment = {**environment, name: server.environment[name]}
         return server.takes(program, environment, files)
 
@@ -174,6 +195,18 @@ class HelperServer:
         return pid
 
 
+def _shadows(folders: str) -> bool:
+    """Whether these have a module in the place of another one, which a server may have imported already."""
+    for folder in (Path(name).resolve() for name in folders.split(os.pathsep) if name):
+        names = {path.stem for path in folder.glob("*.py")}
+        names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        found = [importlib.util.find_spec(name) for name in names - {"__init__", "__main__"}]
+        origins = [Path(one.origin).resolve() for one in found if one and one.origin]
+        if not all(origin.is_relative_to(folder) for origin in origins):
+            return True
+    return False
+
+
 def _is_command(program: Path) -> bool:
     try:
         return program.name != "python" and "from cairn." in program.read_text()
@@ -182,14 +215,18 @@ def _is_command(program: Path) -> bool:
 
 
 def _is_vllm(program: Sequence[str]) -> bool:
-    """A server of vLLM's, with or without its keeper, or the engine, which vLLM spawns."""
-    if program[1:4] == ["-I", "-S", str(KEEPER)]:
+    """A server of vLLM's, with or without its keeper, or what that starts: the engine, a look at a class."""
+    if program[1:3] == ["-I", "-S"] and Path(program[3]).resolve() == KEEPER:  # also through the link cairn
         program = program[6:]  # what the keeper keeps, after a descriptor and what becomes of SIGTERM
-    return program[1:3] == ["-m", VLLM_SERVER] or _spawned(program)
+    return program[1:3] in (["-m", VLLM_SERVER], ["-m", VLLM_REGISTRY]) or _spawned(program)
 
 
 def _spawned(program: Sequence[str]) -> bool:
     return program[-1] == "--multiprocessing-fork" and "spawn_main" in program[-2]
+
+
+def _is_forkserver(program: Sequence[str]) -> bool:
+    return program[1:2] == ["-c"] and program[2].startswith(FORKSERVER)
 
 
 def launch(environment: dict[str, str], cwd: Path, of: ForkServer | None = None) -> ForkServer:
@@ -258,7 +295,8 @@ def spawning(server: ForkServer) -> Callable[[str, Sequence[Any], Sequence[Any]]
         program = [os.fsdecode(argument) for argument in arguments]
         kept = sorted(map(int, keep))
         environment = dict(os.environ)
-        if not _spawned(program) or not server.takes(program, environment, [0, 1, 2]):
+        forked = _spawned(program) or _is_forkserver(program)
+        if not forked or not server.takes(program, environment, [0, 1, 2]):
             return execute(path, arguments, keep)
         request = {
             **{"program": program, "environment": environment, "cwd": os.getcwd()},
@@ -433,10 +471,12 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     _close_all_but(request["files"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for name, take_over in LATER.items():
-        if (value := os.environ.get(name)) != _environment.get(name) and value is not None:
-            take_over(value)
     os.chdir(request["cwd"])
+    for name, take_over in LATER.items():
+        before = _taken_over.get(name, _environment.get(name))
+        if (value := os.environ.get(name)) != before and value is not None:
+            take_over(value)
+            _taken_over[name] = value
     if request["new_session"]:
         os.setsid()
     if preexec := _Functions(request["preexec"], request.get("main")).load():
@@ -458,8 +498,25 @@ def _disable_compilation(value: str) -> None:
     torch._dynamo.config.disable = value == "1"
 
 
-LATER = {"OMP_NUM_THREADS": _use_threads, "TORCHDYNAMO_DISABLE": _disable_compilation}
-"""Variables that are read when torch is imported, and what has the same effect afterwards."""
+def _show_crashes(_: str) -> None:
+    faulthandler.enable()
+
+
+def _look_in(folders: str) -> None:
+    """Modules that are imported already stay what they are."""
+    new = [os.path.abspath(folder) for folder in folders.split(os.pathsep) if folder]
+    before = _taken_over.get("PYTHONPATH", _environment.get("PYTHONPATH", ""))
+    old = {*new, *map(os.path.abspath, filter(None, before.split(os.pathsep)))}
+    sys.path[1:] = [*new, *(folder for folder in sys.path[1:] if folder not in old)]
+
+
+LATER = {
+    "OMP_NUM_THREADS": _use_threads,
+    "TORCHDYNAMO_DISABLE": _disable_compilation,
+    "PYTHONPATH": _look_in,
+    "PYTHONFAULTHANDLER": _show_crashes,
+}
+"""Variables that are read when Python starts or imports torch, and what has the same effect afterwards."""
 
 
 def _above(file: int) -> int:
@@ -489,7 +546,7 @@ def run(request: dict[str, Any]) -> None:
         sys.argv, sys.path[0] = program[2:], os.getcwd()
         sys.modules.pop(program[2], None)  # of a module that is imported already, runpy warns
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)
-    elif program[1:2] == ["-c"] or _spawned(program):
+    elif program[1:2] == ["-c"] or program[1:] == OF_PYTEST or _spawned(program):
         at = program.index("-c")
         sys.argv, sys.path[0] = program[at : at + 1] + program[at + 2 :], ""
         exec(program[at + 1], {"__name__": "__main__"})
@@ -509,18 +566,25 @@ def _forget_torch() -> None:
     sys.modules.update(_without_torch)
 
 
-def own_server() -> dict[str, Any] | None:
-    """Give this process, a new one, a server of its own. Returns, in what that server forks, its request."""
+def own_server(request: dict[str, Any]) -> dict[str, Any]:
+    """Give this process, a new one, a server of its own. Returns its request, or in what that forks, theirs.
+
+    A process of pytest's chooses what the server forks; in others it is all that the server takes.
+    """
     here, there = socket.socketpair()
     parent = os.getpid()
     if os.fork():
         there.close()
         name = _receive_exactly(here, 64).decode().strip()
+        if request["program"][1:] == OF_PYTEST:
+            module = importlib.import_module(HERE.stem)  # which tests import; this one is `__main__`
+            module.own = module.ForkServer(here, name, _environment)
+            return request
         server = ForkServer(here, name, _environment, has_vllm=bool(_set_by_vllm))
         subprocess._fork_exec = through(server)  # pyright: ignore[reportAttributeAccessIssue]
         if server.has_vllm:
             multiprocessing.util.spawnv_passfds = spawning(server)  # pyright: ignore[reportAttributeAccessIssue]
-        return None
+        return request
     here.close()
     _only(there, parent)
     return _new_process(*serve(there))
@@ -550,7 +614,9 @@ def _new_process(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         return request
     if request["program"][1:3] == ["-m", f"cairn.{WRITER}"]:  # it starts nothing
         return request
-    return own_server() or request
+    if _is_forkserver(request["program"]):  # what it forks could not share a server
+        return request
+    return own_server(request)
 
 
 @contextlib.contextmanager

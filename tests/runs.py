@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import secrets
 import shutil
@@ -84,14 +85,22 @@ def pytest_collection_finish() -> None:
 
 @functools.cache
 def _fork_server() -> ForkServer:
-    """The one that this process of pytest's starts commands with."""
-    return fork_server.launch(environment_of_commands(), REPOSITORY)
+    """The one that this process of pytest's starts commands with, and pytest's first process the others."""
+    return fork_server.own or fork_server.launch(environment_of_commands(), REPOSITORY)
 
 
 @functools.cache
 def _fork_server_with_vllm() -> ForkServer:
     """The one for commands that start a server."""
     return fork_server.launch(environment_of_commands(), REPOSITORY, of=_fork_server())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Here pytest-xdist starts its processes, as forks of one that has imported what they need."""
+    starts = bool(session.config.getoption("tx", None))
+    with fork_server.forking(_fork_server() if starts else None):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -121,10 +130,17 @@ def same_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def forking_servers() -> Iterator[dict[str, str]]:
     """Let this thread fork what it starts of vLLM and Cairn; gives the environment of commands."""
+    with _as_a_command() as environment, fork_server.forking(_fork_server_with_vllm()):
+        yield environment
+
+
+@contextlib.contextmanager
+def _as_a_command() -> Iterator[dict[str, str]]:
+    """Give this process the environment of commands meanwhile."""
     environment = environment_of_commands()
-    with pytest.MonkeyPatch.context() as patch, fork_server.forking(_fork_server_with_vllm()):
+    with pytest.MonkeyPatch.context() as patch:
         for name in BY_IMPORTS:
-            patch.delenv(name)
+            patch.delenv(name, raising=False)
         for name, value in environment.items():
             patch.setenv(name, value)
         yield environment
@@ -288,14 +304,14 @@ class Shell:
         log = self.folder / f"{self._started}_{Path(name).name}.log"
         return Command(log, {**self.environment, **(environment or {})}, name, *arguments, executed=executed)
 
-    def run(self, name: str, *arguments: object, executed: bool = False) -> Finished:
+    def run(self, name: str, *arguments: object) -> Finished:
         """Run a command to its end."""
-        with self.start(name, *arguments, executed=executed) as command:
+        with self.start(name, *arguments) as command:
             return command.finish()
 
-    def succeed(self, name: str, *arguments: object, executed: bool = False) -> str:
+    def succeed(self, name: str, *arguments: object) -> str:
         """Run a command that must end with code 0; returns its output."""
-        finished = self.run(name, *arguments, executed=executed)
+        finished = self.run(name, *arguments)
         assert finished.code == 0, finished.output
         return finished.output
 
@@ -354,9 +370,10 @@ _one_thread = threading.Lock()
 
 
 def ensure_forkserver() -> None:
-    """Start that process, where it finds the modules of our tests."""
+    """Start that process, where it finds the modules of our tests; it is a fork, too."""
     here = Path(__file__).parent
-    with _one_thread, pytest.MonkeyPatch.context() as patch:
+    with _one_thread, _as_a_command(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", fork_server.spawning(_fork_server()))
         patch.setenv("PYTHONPATH", str(here / "faults"), prepend=os.pathsep)
         patch.setenv("PYTHONPATH", str(here), prepend=os.pathsep)
         patch.setenv("PYTHONFAULTHANDLER", "1")  # a rank that crashes says where, in what pytest captures
@@ -551,7 +568,7 @@ def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not done.exists():
             shutil.rmtree(run, ignore_errors=True)
             arguments = ("@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
-            shell.succeed("sft", *arguments, executed=True)
+            shell.succeed("sft", *arguments)
             done.touch()
     return run
 

@@ -105,8 +105,8 @@ def test_a_forked_process_is_as_an_executed_one(
     assert forked["blocked"] == [signal.SIGHUP]
 
 
-def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
-    """Our commands and their processes, unless a variable differs that is read at import."""
+def test_what_is_forked(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Our commands and their processes, unless what differs is a module, or a variable read at import."""
     bin = Path(sys.executable).parent
     environment = dict(server.environment)
 
@@ -122,11 +122,17 @@ def test_what_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch):
     assert not takes("python", "scripts/gpu_all.py")
     assert takes("python", "-c", "from cairn.launch import main")
     assert not takes("python", "-c", "import torch")
+    assert takes("python", *fork_server.OF_PYTEST, TORCH_X="1")
     assert not takes("pytest")
     assert not takes("sft", OMP_NUM_THREADS="7")
-    assert not takes("sft", HOME="/nowhere")
+    assert not takes("sft", HF_HOME="/nowhere")
     assert takes("sft", PATH=f"{bin}:/usr/bin", UV_OFFLINE="1")
+    assert takes("sft", HOME="/nowhere", PYTHONPATH="/nowhere")
     assert not takes("sft", LD_LIBRARY_PATH="/nowhere")
+    (tmp_path / "nothing_of_this_name.py").touch()
+    assert takes("sft", PYTHONPATH=str(tmp_path))
+    (tmp_path / "pynvml.py").touch()
+    assert not takes("sft", PYTHONPATH=str(tmp_path))
     del environment["HF_HUB_OFFLINE"]
     assert not takes("sft")
     environment = dict(server.environment)
@@ -144,7 +150,12 @@ ENGINE = (
 )
 
 
-@pytest.mark.parametrize("program", [SERVER, KEPT, ENGINE], ids=["server", "kept", "engine"])
+REGISTRY = ("-m", fork_server.VLLM_REGISTRY)
+
+
+@pytest.mark.parametrize(
+    "program", [SERVER, KEPT, ENGINE, REGISTRY], ids=["server", "kept", "engine", "registry"]
+)
 def test_what_is_forked_of_a_server(server: ForkServer, with_vllm: ForkServer, program: tuple[str, ...]):
     """All processes of a server, of one that has vLLM, unless torch would read more when it is imported."""
     command = [sys.executable, *program]
@@ -153,15 +164,16 @@ def test_what_is_forked_of_a_server(server: ForkServer, with_vllm: ForkServer, p
     assert with_vllm.takes(command, environment, [])
     assert not server.takes(command, environment, [])
     assert not with_vllm.takes(command, environment | {"TORCHDYNAMO_DISABLE": "0"}, [])
-    assert with_vllm.takes(command, environment | {"TRITON_X": "1"}, []) == (program is ENGINE)
+    assert with_vllm.takes(command, environment | {"TRITON_X": "1"}, []) == (program in (ENGINE, REGISTRY))
 
 
-def ask_python(server: ForkServer, code: str, tmp_path: Path, **variables: str) -> Any:
-    """What code prints as JSON in a fork that is to be one of vLLM's processes."""
+def ask_python(server: ForkServer | None, code: str, tmp_path: Path, **variables: str) -> Any:
+    """What code prints as JSON in one of vLLM's processes, a fork if there is a server."""
     with open(tmp_path / "out", "wb") as out, fork_server.forking(server):
         process = subprocess.Popen(
             [sys.executable, "-c", f"{code}\n'spawn_main'", "--multiprocessing-fork"],
-            env={**server.environment, "TORCHDYNAMO_DISABLE": "1", **variables},
+            env={**runs.environment_of_commands(), "TORCHDYNAMO_DISABLE": "1", **variables},
+            cwd=runs.REPOSITORY,
             stdout=out,
         )
     assert process.wait(60) == 0
@@ -175,6 +187,30 @@ def test_variables_that_torch_reads_when_it_is_imported(with_vllm: ForkServer, t
         "print(json.dumps([torch.get_num_threads(), torch._dynamo.config.disable]))"
     )
     assert ask_python(with_vllm, code, tmp_path, OMP_NUM_THREADS="3") == [3, True]
+
+
+WITH_THE_PATH_BEFORE = """
+import os, subprocess, sys
+program = [sys.executable, "-c", "import cairn, json, sys; print(json.dumps(sys.path[1:]))"]
+subprocess.run(program, env={**os.environ, "PYTHONPATH": os.environ["CAIRN_BEFORE"]}, check=True)
+"""
+
+
+def test_modules_of_another_folder(with_vllm: ForkServer, tmp_path: Path):
+    """PYTHONPATH is read when Python starts; a fork finds modules where an executed process does.
+
+    And so does a fork of that one, with the folders that there were before.
+    """
+    before, other = runs.environment_of_commands()["PYTHONPATH"], f"{tmp_path}:tests"
+    found = []
+    for server in (with_vllm, None):
+        code = "import json, sys; print(json.dumps(sys.path[1:]))"
+        found.append(ask_python(server, code, tmp_path, PYTHONPATH=other))
+        again = ask_python(server, WITH_THE_PATH_BEFORE, tmp_path, PYTHONPATH=other, CAIRN_BEFORE=before)
+        found.append(again)
+    assert found[:2] == found[2:]
+    assert found[0][:2] == [str(tmp_path), str(runs.REPOSITORY / "tests")]
+    assert found[1][: len(before.split(":"))] == before.split(":")
 
 
 FORGETFUL = """
@@ -226,6 +262,15 @@ def test_all_that_is_forked_is_there():
     for name in fork_server.FORKED:
         assert importlib.util.find_spec(f"cairn.{name}"), name
         assert re.search(rf'"-m", "cairn\.{re.escape(name)}"', sources), name
+
+
+def test_processes_of_pytest_are_forks(request: pytest.FixtureRequest):
+    """Those that pytest-xdist starts, and what they start is forked of the server that each has."""
+    if not hasattr(request.config, "workerinput") or "CAIRN_TESTS_EXEC" in os.environ:
+        pytest.skip("of pytest-xdist, as scripts/test starts it")
+    assert fork_server.own is runs._fork_server()
+    sft = [str(Path(sys.executable).parent / "sft")]
+    assert fork_server.own.takes(sft, runs.environment_of_commands(), [])
 
 
 def test_commands_and_helpers_are_forked_whatever_test_files_have_imported(
