@@ -66,12 +66,17 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def _is_test(file: str) -> bool:
+    return file.startswith("tests/") and PurePosixPath(file).match("test_*.py")
+
+
 class Repository:
     """The files below `root` that `files` names, and what depends on what."""
 
     def __init__(self, root: Path, files: Iterable[str]):
         self.root = root
         self.files = sorted(set(files))
+        self._there = frozenset(self.files)
         self._modules: dict[str, str] = {}
         self._by_name: dict[str, list[str]] = {}
         for file in self.files:
@@ -96,11 +101,7 @@ class Repository:
     @cached_property
     def tests(self) -> list[str]:
         """All test files."""
-        return [
-            file
-            for file in self.files
-            if file.startswith("tests/") and PurePosixPath(file).match("test_*.py")
-        ]
+        return [file for file in self.files if _is_test(file)]
 
     def affected_by(self, changed: Iterable[str]) -> list[str]:
         """The test files that a change of these files can affect."""
@@ -129,6 +130,7 @@ class Repository:
         tree = self._tree(file)
         if tree is None:
             return set()
+        is_test = _is_test(file)
         found: set[str] = set()
         prose: set[int] = set()  # docstrings, which come after the expressions that they are
         for node in ast.walk(tree):
@@ -142,12 +144,12 @@ class Repository:
                 if id(node) in prose:
                     continue
                 found |= self._named(node.value, file)
-            elif isinstance(node, ast.arg) and file in self.tests:
+            elif is_test and isinstance(node, ast.arg):
                 found |= self._fixtures.get(node.arg, set())
-        if file in self.tests or not file.startswith(("tests/", "src/")):
+        if is_test or not file.startswith(("tests/", "src/")):
             found |= self._run_by(tree) if STARTS_PROCESSES.search(self._text(file)) else set()
         for folder in PurePosixPath(file).parents:
-            found |= {f"{folder}/conftest.py"} & {*self.files}
+            found |= {f"{folder}/conftest.py"} & self._there
         return found - {file}
 
     @cached_property
@@ -156,7 +158,7 @@ class Repository:
         found: dict[str, set[str]] = {}
         asks: dict[str, set[str]] = {}
         for file in self.files:
-            if file.startswith("tests/") and file not in self.tests and (tree := self._tree(file)):
+            if file.startswith("tests/") and not _is_test(file) and (tree := self._tree(file)):
                 for node in ast.walk(tree):
                     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
                         "fixture" in ast.unparse(decorator) for decorator in node.decorator_list
@@ -210,7 +212,7 @@ class Repository:
                 (name := PurePosixPath(path).name) in self._by_name and "." in name and path != "__init__.py"
             ):
                 found |= {file for file in self._by_name[name] if file.endswith(path)}
-            elif path in self.files:
+            elif path in self._there:
                 found.add(path)
         return {other for other in found if not (file.startswith("src/") and other.startswith(MESSAGES))}
 

@@ -9,6 +9,7 @@ by its function, wherever in src/ that is, so it outlives moves of files. The so
 
 import argparse
 import ast
+import functools
 import json
 import os
 import shutil
@@ -643,8 +644,9 @@ MUTANTS = (
 )
 
 
-def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
-    """All functions with their qualified names."""
+@functools.cache
+def functions(text: str) -> list[tuple[str, Function]]:
+    """All functions of a module, given by its text, with their qualified names."""
 
     def within(node: ast.AST, name: str) -> Iterator[tuple[str, Function]]:
         for child in ast.iter_child_nodes(node):
@@ -656,7 +658,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
             else:
                 yield from within(child, name)
 
-    return within(tree, "")
+    return list(within(ast.parse(text), ""))
 
 
 def place(mutant: Mutant, sources: Path) -> tuple[Path, str]:
@@ -675,7 +677,7 @@ def place(mutant: Mutant, sources: Path) -> tuple[Path, str]:
         if mutant.old.strip() not in text:
             continue
         lines = text.splitlines(keepends=True)
-        for name, node in functions(ast.parse(text)):
+        for name, node in functions(text):
             body = "".join(lines[node.lineno - 1 : node.end_lineno])
             if body.count(mutant.old) == 1:
                 body = body.replace(mutant.old, mutant.new)

@@ -44,6 +44,7 @@ class Run:
     def __init__(self, path: Path, command: str = "rl"):
         self.path = path
         self.command = command
+        self._statements: list[str] | None = None
         self.rows = [self._row(step) for step in range(1, LAST + 1)]
         path.mkdir(parents=True)
         self.write("config.json", {"ckpt": None, "data": {"batch_size": EACH * SAMPLES}})
@@ -87,7 +88,7 @@ class Run:
 
     def _make_ledger(self) -> None:
         """Ship batches 1 to 7, of which 1 to 4 are covered by a checkpoint; two more prompts wait."""
-        self.sql(SCHEMA)
+        self._statements = [SCHEMA]
         sizes = f"{FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG}"
         self.sql(f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {sizes})")
         self.sql("INSERT INTO environments SELECT 0, 'only', problems, 1.0, samples_per_prompt FROM run")
@@ -99,6 +100,9 @@ class Run:
         for place in range(4 * EACH, 7 * EACH + 2):
             self.ask(place, batch=place // EACH + 1 if place < 7 * EACH else None)
         self.sql("INSERT INTO dropped VALUES (3, 1, 'stale', 1), (11, 1, 'stale', 3), (11, 2, 'lost', 3)")
+        whole = ";\n".join(["BEGIN", *self._statements, "COMMIT"])  # each by itself is synced to the disk
+        self._statements = None
+        self.sql(whole)
 
     def ask(self, place: int, batch: int | None) -> None:
         """A prompt with its answers; without a batch, the second answer is not finished."""
@@ -118,7 +122,10 @@ class Run:
             self.sql(f"INSERT INTO pieces VALUES ({values})")
 
     def sql(self, statement: str) -> None:
-        """Change the ledger."""
+        """Change the ledger, or note a statement of those that make it."""
+        if self._statements is not None:
+            self._statements.append(statement)
+            return
         with contextlib.closing(sqlite3.connect(self.path / "ledger.sqlite")) as database:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(statement)
