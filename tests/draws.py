@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +75,15 @@ def cases(table: Sequence[object], name: str, number: int, always: Sequence[obje
         )
         for case in table
     ]
+
+
+def asked(
+    request: pytest.FixtureRequest, test: Callable[..., None], *parameters: str
+) -> list[tuple[Any, ...]]:
+    """The values of a test's parameters with which it is to run, for fixtures that make no more than that."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    of_test = [item for item in items if item.function is test]
+    return [tuple(item.callspec.params[name] for name in parameters) for item in of_test]
 
 
 def family(name: str) -> str:

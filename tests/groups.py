@@ -16,16 +16,18 @@ and clusters, whose memory bounds the number. The other processes have unit test
 while the former wait."""
 
 TOGETHER = {
-    "remote": ["test_remote"],
     "restart": ["test_restart", "test_chaos", "test_poisonous"],
     "rl": ["test_rl", "test_served_adapters", "test_tools_run", "test_disagreement", "test_api_runs"],
+    "step ranks": ["test_step_ranks"],
+    "remote": ["test_remote"],
     "inference": ["test_inference", "test_pool", "test_sleep"],
     "signals": ["test_signals"],
     "sft": ["test_sft"],
+    "checkpoint ranks": ["test_checkpoint_ranks"],
     "benchmarks": ["test_benchmarks"],
 }
-"""Files of which one of pytest's processes runs all tests, since they share a server; those that take longest
-come first. A server takes as much processor time to start as a short run."""
+"""Files of which one of pytest's processes runs all tests, since they share a server, and long ones, each by
+itself; those that take longest come first. A server takes as much processor time to start as a short run."""
 GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
 ORDER = list(TOGETHER)
 

@@ -117,7 +117,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-@pytest.mark.parametrize("name", draws.cases(sorted(EXPORTERS), __name__, 3, always=["hf"]))
+@pytest.mark.parametrize("name", draws.cases(sorted(EXPORTERS), __name__, 1, always=["hf"]))
 def test_an_export_that_is_killed(place: Place, name: str):
     """After some bytes, when all is written, and when all is durable, in each format that a commit draws."""
     step, out = place.store("run").folder(2), place.folder / "out"

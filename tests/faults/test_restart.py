@@ -73,7 +73,7 @@ def rl(trained: Path) -> tuple[object, ...]:
     configs = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
     return (
         *("rl", *configs, "--model.name", step_folder(trained, 100)),
-        *("--max-steps", 12, "--seed", 3, "--ckpt.interval", 4),
+        *("--max-steps", 12, "--seed", 3, "--ckpt.interval", 4, "--orchestrator.prompts-per-step", 8),
         *draws.environment(__name__),
     )
 

@@ -91,7 +91,7 @@ CASES = [
             Case(HUP, "all", run="sft on 2 ranks"),
         ],
         __name__,
-        3,
+        1,
         always=[TO_A_BATCH_SCRIPT],
     ),
     *(  # tests/integration/test_rl.py has one of rl
@@ -236,7 +236,7 @@ def role_runs(run: Path, role: str) -> bool:
     return path.exists() and read(path)["roles"].get(role, {}).get("state") == "running"
 
 
-@pytest.mark.parametrize("role", ["trainer", "trainer_rank0"])
+@pytest.mark.parametrize("role", draws.cases(["trainer", "trainer_rank0"], "stopped before a step", 1))
 def test_a_stop_before_the_first_step(shell: Shell, tmp_path: Path, role: str):
     """While Ray starts, or the worker imports torch: at once, and the same command starts again."""
     run = tmp_path / "run"
@@ -376,7 +376,7 @@ def test_ray_is_private_and_needs_no_home(shell: Shell, tmp_path: Path):
     try:
         environment = {"HOME": "/dev/null/home", "RAY_TMPDIR": str(place), "RAY_AUTH_MODE": "disabled"}
         arguments = (*SFT, "--ckpt", "--max-steps", FOREVER, "--output-dir", run)
-        with shell.start(*arguments, environment=environment) as command:
+        with shell.start(*arguments, environment=environment, executed=True) as command:
             command.wait_until(lambda: len(rows(run)) >= 1)
             (folder,) = place.iterdir()
             assert folder.stat().st_mode & 0o777 == 0o700

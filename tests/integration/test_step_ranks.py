@@ -72,28 +72,28 @@ MODELS: dict[str, PreTrainedConfig] = {
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
     "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-WORLDS: list[tuple[int, dict[str, dict[str, int]]]] = [
-    (1, {"one": {}}),
-    (2, {"two": {}, "tensor of two": {"tensor": 2}}),
-    (
-        4,
-        {
-            "replicas": {"replicas": 2},
-            "context": {"context": 2},
-            "tensor": {"tensor": 2},
-            "tensor and replicas": {"tensor": 2, "replicas": 2},
-            "tensor and context": {"tensor": 2, "context": 2},
-            "expert": {"expert": 2},
-            "expert of four": {"expert": 4},
-            "expert and replicas": {"expert": 2, "replicas": 2},
-            "expert and context": {"expert": 2, "context": 2},
-            "expert and tensor": {"expert": 2, "tensor": 2},
-            "expert of four and tensor": {"expert": 4, "tensor": 2},
-        },
-    ),
-]
+WORLDS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {"two": {}, "tensor of two": {"tensor": 2}},
+    4: {
+        "replicas": {"replicas": 2},
+        "context": {"context": 2},
+        "tensor": {"tensor": 2},
+        "tensor and replicas": {"tensor": 2, "replicas": 2},
+        "tensor and context": {"tensor": 2, "context": 2},
+        "expert": {"expert": 2},
+        "expert of four": {"expert": 4},
+        "expert and replicas": {"expert": 2, "replicas": 2},
+        "expert and context": {"expert": 2, "context": 2},
+        "expert and tensor": {"expert": 2, "tensor": 2},
+        "expert of four and tensor": {"expert": 4, "tensor": 2},
+    },
+}
 """How the ranks of so many processes are laid out, one time after the other."""
-NAMES = [world for _, worlds in WORLDS for world in worlds]
+NAMES = [world for worlds in WORLDS.values() for world in worlds]
+EACH_COMMIT = ["one", "two", "replicas", "context", "tensor", "expert", "expert and tensor"]
+"""Each axis by itself, and the two that cut the same layers."""
+CHOSEN = draws.cases(NAMES, "layouts of a step", 1, always=EACH_COMMIT)
 
 
 def models_in(world: str) -> list[str]:
@@ -108,7 +108,7 @@ def rewarded_in(world: str) -> list[str]:
     return ["experts"] if "expert" in world else ["untied", "experts"] if world == "one" else ["untied"]
 
 
-ADAPTED = {"untied": ("one", "tensor and replicas"), "experts": ("one", "expert", "expert and tensor")}
+ADAPTED = {"untied": ("one", "tensor"), "experts": ("one", "expert", "expert and tensor")}
 """Of what, and where, an adapter is trained."""
 DIVIDED = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
 """How two ranks share the layers of each family."""
@@ -165,11 +165,12 @@ class Watching(PPOClip):
                     yield parameter.unsharded_accumulated_grad
 
 
-def run_rank(rank: int, number: int, ports: dict[str, int], folder: Path, families: list[str]) -> None:
+def run_rank(
+    rank: int, ranks: int, worlds: list[str], ports: dict[str, int], folder: Path, families: list[str]
+) -> None:
     """What every rank does in each layout; two of them also try whether they can share rows."""
-    ranks, worlds = WORLDS[number]
-    for world, how in worlds.items():
-        run_in(world, join(rank, ranks, ports[world], **how), folder)
+    for world in worlds:
+        run_in(world, join(rank, ranks, ports[world], **WORLDS[ranks][world]), folder)
     if families and ranks == 2:
         group = join(rank, ranks, ports["families"], context=2)
         found = {family: problem_of_sharing(family, folder / family, group) for family in families}
@@ -428,17 +429,26 @@ def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[d
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what one rank and two ranks found."""
-    asked = [item for item in request.session.items if getattr(item, "originalname", "") == SHARING]
-    families = [item.callspec.params["family"] for item in asked]
+    """The folder with what the ranks found in each layout that a test asks for."""
+    sharing = test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not
+    families = [family for (family,) in draws.asked(request, sharing, "family")]
+    names = {"one"}
+    for test in (
+        test_any_ranks_make_the_step_of_one,
+        test_any_ranks_train_the_same_reward_model,
+        test_any_ranks_train_the_same_adapter,
+    ):
+        names.update(world for (world,) in draws.asked(request, test, "world"))
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
-    for number, (ranks, worlds) in enumerate(WORLDS):
-        ports = {world: free_port() for world in (*worlds, "families", *DIVIDED)}
-        started = start_ranks(run_rank, number, ports, folder, families, world_size=ranks)
-        while not started.join():
-            pass
+    for ranks, worlds in WORLDS.items():
+        chosen = [world for world in worlds if world in names]
+        if chosen or families:
+            ports = {world: free_port() for world in (*chosen, "families", *DIVIDED)}
+            started = start_ranks(run_rank, ranks, chosen, ports, folder, families, world_size=ranks)
+            while not started.join():
+                pass
     return folder
 
 
@@ -470,20 +480,20 @@ def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[st
     return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_any_ranks_make_the_step_of_one(found: Path, name: str):
+@pytest.mark.parametrize("world", CHOSEN)
+def test_any_ranks_make_the_step_of_one(found: Path, world: str):
     """Its loss, gradient and weights, with logits at once and in chunks; and with experts of servers."""
-    reference_row, reference = result(found, name, "at once", "one")
-    for world in (world for world in NAMES if name in models_in(world)):
+    for name in models_in(world):
+        reference_row, reference = result(found, name, "at once", "one")
         for way in WAYS:
             row, after = result(found, name, way, world)
-            assert row == pytest.approx(reference_row, rel=1e-4), (world, way)
+            assert row == pytest.approx(reference_row, rel=1e-4), (name, way)
             assert after.keys() == reference.keys()
             for key, weight in after.items():
-                torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
+                torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 10))
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 6))
 def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
     """And docs/reference/models.md says so."""
     refusals = {"context": UNSHARED, "tensor": UNDIVIDED, "expert": UNDEALT, "both": NOT_BOTH}
@@ -498,19 +508,17 @@ def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Pat
         assert re.match(rf"parallel.{setting} = 2 can't serve \w+: .*({refused[family][1]})", problem)
 
 
-SHARING = test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not.__name__
-
-
-def test_any_ranks_train_the_same_reward_model(found: Path):
+@pytest.mark.parametrize("world", CHOSEN)
+def test_any_ranks_train_the_same_reward_model(found: Path, world: str):
     """Its head and all layers."""
-    for world, name in [(one, name) for one in NAMES for name in rewarded_in(one)]:
+    for name in rewarded_in(world):
         reference_row, reference = result(found, f"reward of {name}", "at once", "one")
         assert reference["score.weight"].abs().min() > 0
         row, after = result(found, f"reward of {name}", "at once", world)
-        assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6), world
+        assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6)
         assert after.keys() == reference.keys()
         for key, weight in after.items():
-            torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
+            torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=key)
 
 
 @pytest.mark.parametrize(
@@ -641,17 +649,6 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.fixture(scope="module")
-def handed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each layout has made of what another has saved."""
-    folder = tmp_path_factory.mktemp("layouts")
-    for model in ("untied", "experts"):
-        random_model(MODELS[model]).save_pretrained(folder / model)
-    saves: list[Stage] = [(ranks, save_after_a_step, (name,)) for name, (ranks, _, _) in LAYOUTS.items()]
-    go_through([*saves, *((LAYOUTS[names[0]][0], go_on, names) for names in GOES_ON)], folder)
-    return folder
-
-
 GOES_ON = [
     ("one", "replicas"),
     ("two", "context"),
@@ -675,27 +672,57 @@ GOES_ON = [
     ("expert and tensor", "expert"),
 ]
 
+GO_ON_IN_EACH_COMMIT = [
+    ("two", "two on host"),
+    ("two", "context"),
+    ("replicas", "two"),
+    ("two", "tensor"),
+    ("expert", "replicas"),
+    ("expert", "expert"),
+]
+"""One with each axis, with a state on the host, and with experts that were apart and are together."""
+
 
 @pytest.mark.parametrize(
-    ("layout", "source", "model", "optimizer"),
-    [(*names, *one) for names in GOES_ON for one in trained_in(*names)],
+    "change",
+    [
+        pytest.param(case.values, marks=case.marks, id="-".join(case.values))
+        for case in draws.cases(GOES_ON, "changes of layouts", 2, always=GO_ON_IN_EACH_COMMIT)
+    ],
 )
-def test_a_run_goes_on_in_another_layout(
-    handed_on: Path, layout: str, source: str, model: str, optimizer: str
-):
+def test_a_run_goes_on_in_another_layout(handed_on: Path, change: tuple[str, str]):
     """What was saved is loaded byte for byte; the next step is that of a run that was never stopped."""
-    what = f"{model} {optimizer}"
-    saved, loaded = (
-        handed_on / f"{what} {name}" for name in (f"{source} after 1", f"{layout} has loaded {source}")
-    )
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (loaded / name).read_bytes() == (saved / name).read_bytes()
-    after, expected = (handed_on / f"{what} {layout} after {which}" for which in (source, "2"))
-    if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
-        assert content(after) == content(expected)
-    rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
-    # Muon makes all singular values of a gradient the same size, small ones with their rounding, too.
-    assert rows[0] == pytest.approx(rows[1], rel=1e-3 if optimizer == "muon" else 1e-4)
+    layout, source = change
+    for model, optimizer in trained_in(*change):
+        what = f"{model} {optimizer}"
+        saved, loaded = (
+            handed_on / f"{what} {name}" for name in (f"{source} after 1", f"{layout} has loaded {source}")
+        )
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (loaded / name).read_bytes() == (saved / name).read_bytes(), what
+        after, expected = (handed_on / f"{what} {layout} after {which}" for which in (source, "2"))
+        if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
+            assert content(after) == content(expected), what
+        rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
+        # Muon makes all singular values of a gradient the same size, small ones with their rounding, too.
+        assert rows[0] == pytest.approx(rows[1], rel=1e-3 if optimizer == "muon" else 1e-4), what
+
+
+@pytest.fixture(scope="module")
+def handed_on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what layouts have made of what others have saved, as far as a test asks for it."""
+    changes = [change for (change,) in draws.asked(request, test_a_run_goes_on_in_another_layout, "change")]
+    on_host = [ranks for (ranks,) in draws.asked(request, test_a_state_on_the_host_is_trained_alike, "ranks")]
+    saving = {*itertools.chain.from_iterable(changes), *on_host, *(f"{ranks} on host" for ranks in on_host)}
+    folder = tmp_path_factory.mktemp("layouts")
+    for model in ("untied", "experts"):
+        random_model(MODELS[model]).save_pretrained(folder / model)
+    stages: list[Stage] = [
+        *((ranks, save_after_a_step, (name,)) for name, (ranks, _, _) in LAYOUTS.items() if name in saving),
+        *((LAYOUTS[change[0]][0], go_on, change) for change in changes),
+    ]
+    go_through(stages, folder)
+    return folder
 
 
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)

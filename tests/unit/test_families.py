@@ -164,8 +164,12 @@ def disk_of(state: TrainerState) -> str:
     return "other names" if renamed else "as in memory"
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])  # the plain model, and FSDP2's
-@pytest.mark.parametrize("family", FAMILIES)
+COMPUTES = ("float32", "bfloat16")
+"""What the plain model computes in, and FSDP2's."""
+BUILT = [(family, compute) for family in FAMILIES for compute in COMPUTES]
+
+
+@pytest.mark.parametrize(("family", "compute"), draws.cases(BUILT, "models that are built", len(BUILT) // 4))
 def test_a_model_is_built_as_transformers_builds_it(
     family: str, compute: str, group: RankGroup, tmp_path: Path
 ):
@@ -249,7 +253,7 @@ def table_on_page() -> list[str]:
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].splitlines()[2:]
 
 
-@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, len(FAMILIES) // 2))
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, len(FAMILIES) // 4))
 def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(
     tmp_path: Path, group: RankGroup, family: str
 ):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from fake_ranks import FakeRank, as_rank
@@ -27,7 +28,7 @@ CONVERTED = ["gpt_neox", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "j
 """Families whose files hold other names or tensors than transformers has in memory, each in its own way."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 12, always=CONVERTED))
 def test_a_folder_of_the_hub_is_written_as_it_was_read(tmp_path: Path, family: str):
     """By three ranks, each of which reads and writes its ranges of files only: names, shapes and values."""
     published = make(family, tmp_path / "published")

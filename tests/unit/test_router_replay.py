@@ -83,7 +83,7 @@ def choices_of(model: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 12))
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 6))
 def test_a_familys_choice_can_be_replayed_or_the_run_does_not_start(tmp_path: Path, family: str):
     """And docs/reference/models.md says so."""
     make_config(family).save_pretrained(tmp_path)
@@ -114,7 +114,7 @@ def test_experts_that_would_count_nothing_are_refused(tmp_path: Path):
         check_parts(tmp_path, TrainerConfig(router_replay=True))
 
 
-@pytest.mark.parametrize("family", draws.cases(REPLAYED, __name__, 4))
+@pytest.mark.parametrize("family", draws.cases(REPLAYED, __name__, 2))
 def test_tokens_pass_through_the_recorded_experts(family: str):
     """With a family's own choice nothing changes; where nobody knows the experts, the router chooses."""
     model = make_model(family)
