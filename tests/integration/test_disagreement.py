@@ -88,7 +88,8 @@ def other(folder: Path, copies: Path) -> Path:
 
 def start(shell: Shell, server: Server, url: str, run: Path, *more: object) -> Command:
     where = ("--output-dir", run, "--orchestrator.inference-url", url)
-    arguments = ("rl", *FILES, *where, *draws.environment("disagreement"), *more)
+    few = ("--orchestrator.prompts-per-step", 4)
+    arguments = ("rl", *FILES, *where, *few, *draws.environment("disagreement"), *more)
     return shell.start(*arguments, environment={"CAIRN_INFERENCE_TOKEN": server.token})
 
 

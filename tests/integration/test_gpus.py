@@ -1,7 +1,6 @@
 """Commands on machines whose GPUs do not suffice, or can't be used: what users are told, and how soon."""
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -152,6 +151,7 @@ from cairn.launch.ray.placement import ClusterPlacement
 from cairn.launch.ray.cluster import start_ray
 from cairn.launch.ray.worker import _index_of
 
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 config = SFTConfig(gpus="5,7", workers=2)
 use_gpus(config.gpus)
 start_ray(config)
@@ -170,21 +170,14 @@ os._exit(0)
 """
 
 
-def test_the_local_cluster_has_exactly_the_trainers_gpus(tmp_path: Path):
+def test_the_local_cluster_has_exactly_the_trainers_gpus(shell: Shell, tmp_path: Path):
     """Ray takes their number on trust, so this needs none; a spare sees all of them, by number."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {**RAY_SETTINGS, **LOCAL_RAY_SETTINGS, **os.environ, **token}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run(
-        [sys.executable, "-c", GRANTS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert '{"gpus": ["5", "7"], "spare": ["5,7", 0, 1], "all": 2.0}' in done.stdout
+    environment = {**RAY_SETTINGS, **LOCAL_RAY_SETTINGS, **token}
+    with shell.start("python", "-c", GRANTS, tmp_path, environment=environment) as command:
+        done = command.finish()
+    assert done.code == 0, done.output
+    assert '{"gpus": ["5", "7"], "spare": ["5,7", 0, 1], "all": 2.0}' in done.output
 
 
 def test_the_trial_of_a_machine_runs_without_gpus(tmp_path: Path):

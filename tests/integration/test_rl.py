@@ -40,8 +40,10 @@ from cairn.run.messages import BatchHeader
 
 pytestmark = pytest.mark.timeout(900)
 
-PROMPTS, SAMPLES = 16, 8  # a step, as orch.toml has it
+PROMPTS, SAMPLES = 8, 8
+"""Of a step; half as many prompts as orch.toml has."""
 FILES = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
+FILES = (*FILES, "--orchestrator.prompts-per-step", PROMPTS)
 
 
 def rise(run: Path) -> float:
@@ -226,7 +228,7 @@ def test_its_steps_are_evaluated_afterwards_also_by_a_command_that_is_killed(
     shell: Shell, server: Server, halves: Halves, tmp_path: Path
 ):
     """With the same numbers, and nothing that was answered is asked for again."""
-    environment = json.dumps({"problems": 200, "min_length": 3, "max_length": 8, "seed": 9})
+    environment = json.dumps({"problems": 80, "min_length": 3, "max_length": 8, "seed": 9})
     arguments = ("eval", "--all", halves.run, "--inference-url", server.url, "--samples", 4)
     arguments += ("--env.name", "reverse_text", "--env.args", environment, "--max-in-flight", 8)
     shell.succeed(*arguments, "--out", tmp_path / "whole")
@@ -243,7 +245,7 @@ def test_its_steps_are_evaluated_afterwards_also_by_a_command_that_is_killed(
     assert before > 40
     assert whole[0]["reward"] < whole[1]["reward"]
     found = shell.succeed("rollouts", next((tmp_path / "whole").glob("run-*")) / "reverse_text", "--json")
-    assert len(json.loads(found)) == 2 * 200 * 4
+    assert len(json.loads(found)) == 2 * 80 * 4
 
 
 def answers_in(out: Path) -> int:
@@ -333,6 +335,7 @@ def stopped(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytes
     of_trainer = ("@", f"{CONFIGS}/train.toml", "--ckpt.interval", 3, "--ckpt.resume", "auto")
     of_trainer += ("--keep-tokens-gb", 1)
     of_orchestrator = ("@", f"{CONFIGS}/orch.toml", "--inference-url", server.url)
+    of_orchestrator += ("--prompts-per-step", PROMPTS)
     with (
         shell.start("trainer", *of_trainer, *shared) as trainer,
         shell.start("orchestrator", *of_orchestrator, *shared) as orchestrator,

@@ -18,6 +18,7 @@ def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path,
     arguments = (
         *("rl", "@", f"{CONFIGS}/rl.toml", "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--ckpt.interval", 2, "--inference.port", port, "--inference.dtype", "float32"),
+        *("--orchestrator.prompts-per-step", 4),
         *("--trainer.lora.serve", "unmerged", "--trainer.lora.rank", 4, "--trainer.optimizer.lr", 3e-3),
     )
     with shell.start(*arguments, "--max-steps", 1000) as command:
