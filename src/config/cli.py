@@ -20,7 +20,7 @@ from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
 from cairn.config.settings import BaseConfig, Setting, settings_of
 from cairn.config.shared import CommandConfig
-from cairn.run.errors import UsageError
+from cairn.run.errors import UsageError, one_of
 from cairn.run.object_store import shown
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -310,7 +310,7 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
         return f"it is {given}, but must be {words} {context[key]:g}"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        return f"{given!r} is not one of {', '.join(choices)}{hints.one_of(given, choices)}"
+        return f"{given!r} is not one of {', '.join(choices)}{one_of(given, choices)}"
     if setting and setting.kind == "section":
         first = next(iter(setting.children.values())).flag
         return f"{given!r} is one value, but this is a section; did you mean {first}?"

@@ -4,7 +4,6 @@
 does not have.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import get_args
 
 from cairn.config.other_names import BATCH_SIZES, MISSING, NOTES, RENAMED
 from cairn.config.settings import Setting
+from cairn.run.errors import one_of
 
 FILES = (".toml", ".json", ".yaml", ".yml")
 """Suffixes of configuration files."""
@@ -118,12 +118,6 @@ def stray_argument(word: str, last: tuple[str, ...], root: Setting) -> str:
         takes = {"section": "no value", "flag": "no value but true or false"}.get(after.kind, "one value")
         return f"unexpected argument {word!r}: {after.flag} takes {takes}"
     return f"unexpected argument {word!r}; --help lists what can be given"
-
-
-def one_of(wanted: object, choices: list[str]) -> str:
-    """A question that suggests the closest choice, or an empty string."""
-    close = difflib.get_close_matches(str(wanted), choices, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _renamed(path: tuple[str, ...], known: Known, *, whole: bool = False) -> str | None:

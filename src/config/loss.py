@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cairn.config.hints import one_of
 from cairn.config.settings import BaseConfig
+from cairn.run.extensions import unknown
 
 
 class LossConfig(BaseConfig):
@@ -186,11 +186,8 @@ class CustomLossConfig(LossConfig):
     @field_validator("type")
     @classmethod
     def _is_a_class(cls, value: str) -> str:
-        if not all(value.partition(":")):
-            names = list(cls.built_in())
-            raise ValueError(
-                f"{value!r} is not one of {', '.join(names)}, nor module:Class{one_of(value, names)}"
-            )
+        if wrong := unknown(value, cls.built_in(), "cairn.losses"):
+            raise ValueError(f"{value!r} is {wrong}")
         return value
 
     @classmethod

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cairn.config.hints import one_of
 from cairn.config.loss import tag_by_type
 from cairn.config.settings import BaseConfig
+from cairn.run.extensions import unknown
 
 EIGHT_BIT = {"adamw8bit", "adam_8bit", "adam8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"}
 """What other programs call AdamW with 8-bit moments."""
@@ -146,11 +146,8 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
                 f"{value!r} is called adamw_8bit here; its state is not that of torchao or bitsandbytes, and "
                 "is read by any number of ranks"
             )
-        if not all(value.partition(":")):
-            names = list(OPTIMIZERS)
-            raise ValueError(
-                f"{value!r} is not one of {', '.join(names)}, nor module:Class{one_of(value, names)}"
-            )
+        if wrong := unknown(value, OPTIMIZERS, "cairn.optimizers"):
+            raise ValueError(f"{value!r} is {wrong}")
         return value
 
     def arguments(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class OwnSinkConfig(BaseConfig):
     """A sink of the user's own."""
 
     name: str
-    """Its class: module:Class."""
+    """Its class: module:Class, or the name of an installed plug-in."""
     args: dict[str, Any] = {}
     """Arguments of the class's constructor."""
 
@@ -118,6 +118,10 @@ class SinksConfig(BaseConfig):
     @classmethod
     def _names_of_their_own(cls, value: list[OwnSinkConfig]) -> list[OwnSinkConfig]:
         refuse_twins("sinks", "name", [one.name for one in value])
+        if taken := {one.name for one in value} & cls.model_fields.keys():
+            raise ValueError(
+                f"{min(taken)!r} is a sink of Cairn's own: it is switched on as [sinks.{min(taken)}]"
+            )
         return value
 
     @property

@@ -149,7 +149,8 @@ def _decider(name: str) -> str | None:
 def _is_of_another(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a digest of code is that of another class than before, which its name says already."""
     section, _, key = name.rpartition(".")
-    chosen_by = f"{section}.{OWN_CLASSES.get(plain(section))}"
+    setting, _ = OWN_CLASSES.get(plain(section), (None, None))
+    chosen_by = f"{section}.{setting}"
     return key == "code" and saved.get(chosen_by) != now.get(chosen_by)
 
 

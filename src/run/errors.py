@@ -1,5 +1,7 @@
 """Errors whose message is all that a user needs; every command prints them without a traceback."""
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -25,3 +27,9 @@ class UsageError(CairnError):
 
 class OutOfMemory(CairnError):
     """A GPU's memory does not suffice for the settings, however often the run is tried."""
+
+
+def one_of(wanted: object, choices: Iterable[str]) -> str:
+    """A question that suggests the closest choice, or an empty string."""
+    close = difflib.get_close_matches(str(wanted), list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,20 +1,26 @@
-"""Classes that a configuration names: one of Cairn's own, or `module:Class` of the user's.
+"""Classes that a configuration names: Cairn's own, plug-ins of installed packages, and `module:Class`.
 
 Environments, advantages and losses are found this way. `module` is imported like any other, so that it has to
 be installed or on the path of Python modules; the folder that a command is run in is there with PYTHONPATH=.
+A package offers plug-ins as entry points of a `Group`. Only its metadata is read until a plug-in is used.
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from cairn.run.errors import CairnError, UsageError
+from cairn.run.errors import CairnError, UsageError, one_of
 
 T = TypeVar("T")
+Group = Literal["cairn.environments", "cairn.advantages", "cairn.losses", "cairn.optimizers", "cairn.sinks"]
+"""The groups of entry points in which packages offer plug-ins."""
 
 
 class BadExtension(UsageError):
@@ -22,31 +28,41 @@ class BadExtension(UsageError):
 
 
 def load(
-    name: str, built_in: Mapping[str, Callable[..., T]], setting: str, what: str = "Class"
+    name: str,
+    built_in: Mapping[str, Callable[..., T]],
+    setting: str,
+    what: str = "Class",
+    group: Group | None = None,
 ) -> Callable[..., T]:
-    """The class or function that the configuration calls `name`: a key of `built_in`, or `module:Class`.
+    """What the configuration calls `name`: a key of `built_in`, a plug-in of `group`, or `module:Class`.
 
     Args:
         setting: the dotted name of the setting that holds `name`, as messages show it, such as
             orchestrator.environment.name.
         what: what stands behind the colon, in messages: Class, or function.
+        group: where installed packages offer plug-ins of this kind; None: nowhere.
 
     Raises:
-        BadExtension: there is none of that name, or it can't be imported.
+        BadExtension: there is none of that name, or there are several, or it can't be imported.
     """
-    if name in built_in:
-        return built_in[name]
     about = f"{setting} = {name!r}"
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        known = f"not one of {', '.join(built_in)}, nor" if built_in else "not"
-        raise BadExtension(f"{about}: {known} module:{what}")
+    try:
+        plug_in = _plug_in(name, built_in, group)
+        if plug_in is None and name in built_in:
+            return built_in[name]
+    except ValueError as error:
+        raise BadExtension(f"{about}: {error}") from None
+    if wrong := unknown(name, built_in, group, what):
+        raise BadExtension(f"{about}: {wrong}")
+    if plug_in is not None:
+        about += f" ({_place(plug_in)})"
+    module, _, attribute = (f"{plug_in.module}:{plug_in.attr}" if plug_in else name).partition(":")
     try:
         found: Callable[..., T] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         missing = error.name or module
         hint = ""
-        if module == missing or module.startswith(f"{missing}."):
+        if plug_in is None and (module == missing or module.startswith(f"{missing}.")):
             hint = "; to import it from the current folder, set PYTHONPATH=. for the command"
         raise BadExtension(f"{about}: {error}{hint}") from error
     except Exception as error:  # the user's own code
@@ -74,11 +90,56 @@ def make(cls: Callable[..., T], arguments: Mapping[str, Any], setting: str) -> T
         raise BadExtension(f"{setting} = {dict(arguments)}: {what}") from error
 
 
+# Plug-ins: names that installed packages have given to their classes
+
+
+def unknown(
+    name: str, built_in: Iterable[str], group: Group | None = None, what: str = "Class"
+) -> str | None:
+    """Why a name stands for no class, with the names that do; None if it may. Imports nothing."""
+    known = [*built_in, *sorted({plug_in.name for plug_in in _plug_ins(group)})]
+    if name in known or all(name.partition(":")):
+        return None
+    listed = f"not one of {', '.join(known)}, nor" if known else "not"
+    return f"{listed} module:{what}{one_of(name, known)}"
+
+
+def _plug_ins(group: Group | None) -> Iterable[EntryPoint]:
+    return _entry_points(tuple(sys.path)).select(group=group) if group else ()
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> Any:
+    """All entry points of the packages on a path of Python modules, which is that of this process."""
+    return entry_points()
+
+
+def _plug_in(name: str, built_in: Iterable[str], group: Group | None) -> EntryPoint | None:
+    """The plug-in of that name, if there is one.
+
+    Raises:
+        ValueError: the name stands for something else, too.
+    """
+    found = [plug_in for plug_in in _plug_ins(group) if plug_in.name == name]
+    places = [*(["Cairn's own"] if name in built_in else []), *map(_place, found)]
+    if found and len(places) > 1:
+        raise ValueError(
+            f"the name stands for {' and for '.join(places)}: give the one that you mean as module:Class, or "
+            "uninstall the other package; nothing is chosen for you"
+        )
+    return found[0] if found else None
+
+
+def _place(plug_in: EntryPoint) -> str:
+    return f"{plug_in.value} of the package {plug_in.dist.name if plug_in.dist else 'without a name'}"
+
+
 # What tells an edited class from what it was
 
 
-def code_of(name: str) -> str | None:
-    """A digest of the code of `module:Class`: of its module's file, and of those beside it that it imports.
+def code_of(name: str, group: Group | None = None) -> str | None:
+    """A digest of the code of `module:Class`, or of the plug-in of that name: of its module's file, and of
+    those beside it that it imports.
 
     These are modules below the folder that holds the module, or its outermost package; of what is installed,
     only modules of the same package. Nothing is imported for that but the packages that the module lies in.
@@ -86,6 +147,8 @@ def code_of(name: str) -> str | None:
     Returns:
         The digest; None for a built-in name, and for a module without a file.
     """
+    if plug_in := next((one for one in _plug_ins(group) if one.name == name), None):
+        name = f"{plug_in.module}:{plug_in.attr}"
     module, colon, _ = name.partition(":")
     file = _file_of(module) if colon else None
     if file is None:

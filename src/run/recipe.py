@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.run.extensions import code_of
+from cairn.run.extensions import Group, code_of
 
 
 @dataclass(frozen=True)
@@ -102,16 +102,17 @@ OF_ENVIRONMENT = (
 )
 """Those of the orchestrator's settings that each of several environments has for itself."""
 
-OWN_CLASSES = {
-    "loss": "type",
-    "environment": "name",
-    "eval.environment": "name",
-    "advantage": "type",
-    "optimizer": "type",
-    "critic.optimizer": "type",
+OWN_CLASSES: dict[str, tuple[str, Group]] = {
+    "loss": ("type", "cairn.losses"),
+    "environment": ("name", "cairn.environments"),
+    "eval.environment": ("name", "cairn.environments"),
+    "advantage": ("type", "cairn.advantages"),
+    "optimizer": ("type", "cairn.optimizers"),
+    "critic.optimizer": ("type", "cairn.optimizers"),
 }
-"""Sections that may name a class of the user's own, and the setting that does. A digest of the class's code
-stands in the recipe as the section's `code`: an edit of it is printed, and breaks no promise."""
+"""Sections that may name a class of the user's own, the setting that does, and the group of such plug-ins.
+A digest of the class's code stands in the recipe as the section's `code`: an edit of it is printed, and
+breaks no promise."""
 
 ARGUMENTS = (
     *("environment.args", "eval.environment.args", "advantage.args", "loss.args"),
@@ -193,9 +194,9 @@ def plain(name: str) -> str:
 
 def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the code of the user's own classes that settings name, as more settings."""
-    choosing = {f"{section}.{key}" for section, key in OWN_CLASSES.items()}
+    choosing: dict[str, Group] = {f"{section}.{key}": group for section, (key, group) in OWN_CLASSES.items()}
     codes = {
-        f"{name.rpartition('.')[0]}.code": code_of(str(value))
+        f"{name.rpartition('.')[0]}.code": code_of(str(value), choosing[plain(name)])
         for name, value in settings.items()
         if plain(name) in choosing
     }

@@ -7,11 +7,10 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import load
-from cairn.config.hints import one_of
 from cairn.config.shared import LocalRun, Place, ToolCommand
 from cairn.formats.transfer.diff import compare
 from cairn.remote.uploads import note_origin
-from cairn.run.errors import UsageError
+from cairn.run.errors import UsageError, one_of
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_formats import AverageSteps, Export, Import
 from cairn.tools.ckpt_output import print_audit, print_diff, print_json, print_manifest, say

@@ -2,13 +2,16 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cairn.config.sinks import SinksConfig
+from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension, code_of, load, make
+from cairn.run.recipe import code_in
 
 
 class Plain:
@@ -133,3 +136,86 @@ def test_of_what_is_installed_the_package_counts(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["plain", "", "no_such_module:Own", "no_such.module:Own", "builtins:dict"])
 def test_what_has_no_file_has_no_digest_of_code(name: str):
     assert code_of(name) is None
+
+
+# Plug-ins
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """`install(package, group, names...)`: a package with such plug-ins, and one that fails, on the path."""
+
+    def install(package: str, group: str, *names: str) -> None:
+        folder = tmp_path / package
+        info = folder / f"{package}-1.0.dist-info"
+        points = "".join(f"{name} = {package}_plug_ins:Own\n" for name in names)
+        write_all(
+            folder,
+            {
+                f"{package}_plug_ins.py": "class Own:\n    pass\n",
+                f"{info.name}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
+                f"{info.name}/entry_points.txt": f"[{group}]\n{points}broken = {package}_broken:Own\n",
+                f"{package}_broken.py": "1 / 0\n",
+            },
+        )
+        monkeypatch.syspath_prepend(folder)
+
+    yield install
+    for name in [name for name in sys.modules if name.endswith(("_plug_ins", "_broken"))]:
+        del sys.modules[name]
+
+
+def test_a_plug_in_is_found_by_its_name_and_imported_when_it_is_used(install: Install):
+    install("mine", "cairn.losses", "gentle", "firm")
+    config = SFTConfig.model_validate({"loss": {"type": "gentle"}})
+    assert config.loss.type == "gentle"
+    assert code_of("gentle", "cairn.losses") == code_of("mine_plug_ins:Own")
+    assert code_of("gentle", "cairn.losses") is not None
+    assert code_of("gentle", "cairn.environments") is None
+    assert code_in({"loss.type": "gentle"}) == {"loss.code": code_of("mine_plug_ins:Own")}
+    assert not [name for name in sys.modules if name.startswith("mine_")], "only metadata is read"
+    found = load("gentle", BUILT_IN, "loss.type", group="cairn.losses")
+    assert (found.__module__, found.__name__) == ("mine_plug_ins", "Own")
+    assert "mine_broken" not in sys.modules, "the other plug-ins of the package are not imported"
+    with pytest.raises(
+        BadExtension, match=r"'broken' \(mine_broken:Own of the package mine\): ZeroDivisionError"
+    ):
+        load("broken", BUILT_IN, "loss.type", group="cairn.losses")
+
+
+def test_an_unknown_name_is_answered_with_all_that_there_are(install: Install):
+    install("mine", "cairn.losses", "gentle")
+    with pytest.raises(
+        BadExtension, match=r"not one of plain, broken, gentle, nor module:Class; did you mean gentle"
+    ):
+        load("gentel", BUILT_IN, "loss.type", group="cairn.losses")
+    with pytest.raises(
+        ValueError, match=r"likelihood, broken, gentle, nor module:Class; did you mean gentle"
+    ):
+        SFTConfig.model_validate({"loss": {"type": "gentel"}})
+
+
+def test_a_name_that_stands_for_two_things_is_refused(install: Install):
+    """With both places: neither a built-in class nor one of two packages is taken in silence."""
+    install("mine", "cairn.losses", "plain", "gentle")
+    with pytest.raises(BadExtension, match=r"for Cairn's own and for mine_plug_ins:Own of the package mine"):
+        load("plain", BUILT_IN, "loss.type", group="cairn.losses")
+    assert load("plain", BUILT_IN, "environment.name", group="cairn.environments") is Plain
+    install("yours", "cairn.losses", "gentle")
+    with pytest.raises(
+        BadExtension, match=r"yours_plug_ins:Own of the package yours and for mine_plug_ins:Own"
+    ):
+        load("gentle", BUILT_IN, "loss.type", group="cairn.losses")
+    assert (
+        load("mine_plug_ins:Own", BUILT_IN, "loss.type", group="cairn.losses").__module__ == "mine_plug_ins"
+    )
+
+
+def test_a_sink_of_cairns_own_is_no_plug_in():
+    with pytest.raises(
+        ValueError, match=r"'csv' is a sink of Cairn's own: it is switched on as \[sinks.csv\]"
+    ):
+        SinksConfig.model_validate({"own": [{"name": "csv"}]})

@@ -1,6 +1,6 @@
 """Advantages: how much better each answer is than the other answers to its prompt; one file an algorithm.
 
-The policy loss weights every token with its advantage. `advantage.type` is a key of `BUILT_IN` or
+The policy loss weights every token with its advantage. `advantage.type` is a key of `BUILT_IN`, a plug-in or
 `module:Class`, and `advantage.args` go to its constructor; `Advantage` says what its objects are called with.
 """
 
@@ -59,13 +59,14 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 
 
 def make_advantage(config: AdvantageConfig) -> Advantage:
-    """The built-in advantage of that name, or `module:Class`, made with the configured arguments.
+    """The built-in advantage or plug-in of that name, or `module:Class`, made with the configured arguments.
 
     Raises:
         BadExtension: it does not exist, its constructor fails, or it can't be called with a group.
     """
     setting = "orchestrator.advantage.type"
-    advantage = make(load(config.type, BUILT_IN, setting), config.args, "orchestrator.advantage.args")
+    cls = load(config.type, BUILT_IN, setting, group="cairn.advantages")
+    advantage = make(cls, config.args, "orchestrator.advantage.args")
     try:
         inspect.signature(advantage).bind("group")
     except TypeError as error:

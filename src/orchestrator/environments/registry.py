@@ -80,13 +80,13 @@ def check_environments(config: OrchestratorConfig) -> list[Environment]:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """The built-in environment of that name, or `module:Class`, made with the configured arguments.
+    """The built-in environment or plug-in of that name, or `module:Class`, made with its arguments.
 
     Raises:
         BadEnvironment: it does not exist, its constructor fails, or it is not an `Environment`.
     """
     try:
-        cls = load(config.name, BUILT_IN, "orchestrator.environment.name")
+        cls = load(config.name, BUILT_IN, "orchestrator.environment.name", group="cairn.environments")
         environment = make(cls, config.args, "orchestrator.environment.args")
     except BadExtension as error:
         raise BadEnvironment(str(error)) from error

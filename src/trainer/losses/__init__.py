@@ -64,7 +64,8 @@ def make_loss(config: LossConfig, kl: KLConfig | None = None) -> Loss:
     Raises:
         BadExtension: a class of the user's can't be found, can't be made, is no loss, or takes no penalty.
     """
-    loss = make(load(config.type, LOSSES, "loss.type"), config.arguments(), "loss.args")
+    cls = load(config.type, LOSSES, "loss.type", group="cairn.losses")
+    loss = make(cls, config.arguments(), "loss.args")
     if not isinstance(loss, Loss):
         raise BadExtension(f"loss.type = {config.type!r}: it does not extend cairn.trainer.losses.Loss")
     if kl is not None:

@@ -55,7 +55,7 @@ def make_optimizer(
         for kind, members in by_kind.items()
         if members
     ]
-    cls = load(config.type, OPTIMIZERS, "optimizer.type")
+    cls = load(config.type, OPTIMIZERS, "optimizer.type", group="cairn.optimizers")
     arguments: dict[str, Any] = {"lr": config.lr, **config.arguments()}
     optimizer = make(partial(cls, groups), arguments, "optimizer.args")
     if not isinstance(optimizer, Optimizer):

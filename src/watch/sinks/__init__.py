@@ -32,7 +32,7 @@ OWN = "sinks.own"
 
 
 def sinks_of(config: SinksConfig) -> list[str]:
-    """The names of the sinks that are on: built-in ones, and `module:Class` of the user's own."""
+    """The names of the sinks that are on: built-in ones, and those of the user's own."""
     on = [name for name in SINKS if getattr(config, name) is not None]
     return [*on, *(one.name for one in config.own)]
 
@@ -47,7 +47,8 @@ def make_sink(name: str, config: SinksConfig) -> Sink:
         return SINKS[name](getattr(config, name))
     args = next(one.args for one in config.own if one.name == name)
     setting = f"{OWN}.name"
-    sink = extensions.make(extensions.load(name, {}, setting), args, f"{OWN}.args")
+    cls = extensions.load(name, {}, setting, group="cairn.sinks")
+    sink = extensions.make(cls, args, f"{OWN}.args")
     if not isinstance(sink, Sink):
         raise extensions.BadExtension(f"{setting} = {name!r}: it is no cairn.watch.sinks.Sink")
     return sink
