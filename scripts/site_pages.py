@@ -17,10 +17,12 @@ from cairn.config import help as terminal
 from cairn.config.cli import COMMANDS, hidden_settings
 from cairn.config.settings import Setting, settings_of
 from cairn.config.shared import ToolCommand
+from cairn.evaluate.chat import Chat
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 TOOLS = ("cairn.tools.ckpt", "cairn.tools.rollouts", "cairn.watch.commands", "cairn.watch.page.command")
+TOOLS += ("cairn.tools.new", "cairn.tools.env")
 """Modules whose classes are the commands that look at runs and checkpoints."""
 
 
@@ -99,7 +101,7 @@ def _roots() -> dict[str, Setting]:
     tools = sorted(
         (cls for cls in _below(ToolCommand) if "command" in vars(cls)), key=lambda cls: cls.command
     )
-    classes = {**COMMANDS, **{cls.command: cls for cls in tools}}
+    classes = {**COMMANDS, **{cls.command: cls for cls in (*tools, Chat)}}
     return {name: settings_of(cls) for name, cls in classes.items()}
 
 

@@ -46,6 +46,28 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # A package to build on
+    M(
+        "a name that stands for two things is refused",
+        "_plug_in",
+        "if found and len(places) > 1:",
+        "if not found and len(places) > 1:",
+        "test_extensions",
+    ),
+    M(
+        "the code of a plug-in stands in the recipe",
+        "code_of",
+        'name = f"{plug_in.module}:{plug_in.attr}"',
+        "pass",
+        "test_extensions",
+    ),
+    M(
+        "what a server refuses is not part of the conversation",
+        "Conversing.say",
+        "self._messages.pop()",
+        "pass",
+        "test_chat",
+    ),
     # Where answers go on
     M(
         "an answer goes where its prompt's newest request went",

@@ -1,5 +1,7 @@
 """The commands: each parses argv into a configuration, runs it, and returns an exit code (`exits.py`).
 
+`main` is the command `cairn`, which takes any of them as its first argument.
+
 Heavy modules are imported after the command line is parsed, so that --help answers at once.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cairn.config.cli import COMMANDS, load, require
+from cairn.run.errors import UsageError, one_of
 from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.output import importing, saying
 
@@ -153,3 +156,63 @@ def _of_runs(name: str) -> Callable[[], int]:
     with saying("importing what reads runs"):
         from cairn.watch.commands import run
     return functools.partial(run, name)
+
+
+@_tool
+def new() -> Callable[[], int]:
+    """`new NAME`: write a small project with an environment, its test and settings, ready to run."""
+    from cairn.tools.new import run
+
+    return run
+
+
+@_tool
+def env() -> Callable[[], int]:
+    """`env try NAME`: what an environment asks, and what its reward gives for your answers."""
+    with saying("importing what asks environments"):
+        from cairn.tools.env import run
+    return run
+
+
+@_tool
+def chat() -> Callable[[], int]:
+    """`chat STEP`: talk to a checkpoint."""
+    with saying("importing what starts servers"), importing():
+        from cairn.evaluate.chat import run
+        from cairn.launch.plan.evaluation import policy_to_serve
+    return functools.partial(run, policy_to_serve)
+
+
+# The command `cairn`
+
+
+EACH: dict[str, Callable[[], int]] = {
+    command.__name__: command
+    for command in (
+        *(new, sft, dpo, reward, rl, eval, chat, env),
+        *(inference, trainer, orchestrator),
+        *(runs, watch, dash, diagnose, report, rollouts, ckpt),
+    )
+}
+"""All commands by name, in the order of `cairn --help`."""
+
+
+def main() -> int:
+    """`cairn COMMAND ...`: any command, under one name."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in EACH:
+        sys.argv = sys.argv[1:]  # the command finds its arguments, and notes its name, as without `cairn`
+        return EACH[name]()
+    return answer(functools.partial(_other_than_a_command, name))
+
+
+def _other_than_a_command(name: str) -> int:
+    if name in ("-h", "--help"):
+        print("usage: cairn COMMAND ...\n\nPost-training for language models that never loses its place.\n")
+        for command, function in EACH.items():
+            print(f"  {command:<14}{(function.__doc__ or '').partition('`: ')[2].rstrip('.')}")
+        print("\ncairn COMMAND --help shows what a command takes; cairn --version, the version.")
+        return 0
+    raise UsageError(
+        f"cairn {name}: there is no such command{one_of(name, [*EACH])}; cairn --help lists them"
+    )

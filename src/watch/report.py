@@ -163,8 +163,17 @@ def draw(curve: Curve) -> str:
 
 
 def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:
-    """Write each curve to a PNG file of its name, with `/` as `_`."""
-    import matplotlib
+    """Write each curve to a PNG file of its name, with `/` as `_`.
+
+    Raises:
+        UsageError: the package that draws them is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--png: the package matplotlib is not installed; the extra cairn[dash] brings it"
+        ) from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -26,7 +26,7 @@ from cairn.run.messages import Attempt
 DOCS = REPOSITORY / "docs"
 sys.path.append(str(REPOSITORY / "scripts"))
 site_pages = importlib.import_module("site_pages")
-AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "SECURITY.md")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

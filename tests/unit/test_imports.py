@@ -45,6 +45,7 @@ PLUG_INS = (
 )
 """Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {
+    "__main__.py",
     "inference/plugin/adapter_modules.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",
@@ -52,6 +53,7 @@ ENTRIES = {
     "launch/slurm/wait_for_nodes.py",
 }
 """Programs, and what another program names by its path."""
+DOORS = ("cairn", "cairn.__main__")
 MOST_SHORT = 6
 """To do: how many other files are shorter than a chapter. It may only fall."""
 
@@ -105,12 +107,12 @@ def imports(file: Path, known: set[str], *, types: bool = True) -> set[str]:
 
 
 def graph(root: Path = SOURCES, *, types: bool = True) -> dict[str, set[str]]:
-    """What each module imports of the package; without the package itself, which is the door to the rooms."""
+    """What each module imports of the package; without its doors: itself, and `python -m cairn`."""
     files = modules(root)
     return {
         name: {module for module in imports(file, set(files), types=types) if module.startswith("cairn.")}
         for name, file in files.items()
-        if name != "cairn"
+        if name not in DOORS
     }
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import re
@@ -9,12 +10,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 PLUGINS = [point for group in PROJECT["project"]["entry-points"].values() for point in group.values()]
 
 
@@ -24,11 +28,32 @@ def test_type_checkers_may_read_the_package():
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["cairn"]
 
 
-def test_files_that_are_no_modules_go_into_a_wheel():
-    data = PROJECT["tool"]["setuptools"]["package-data"]
-    for path in (ROOT / "src").rglob("*.sh"):
-        package = ".".join(["cairn", *path.parent.relative_to(ROOT / "src").parts])
-        assert any(path.match(pattern) for pattern in data.get(package, [])), path
+def test_a_wheel_holds_all_files_of_the_package(tmp_path):
+    """Modules, scripts, the page, templates of projects, the marker for type checkers, and nothing else."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "configs/reverse_text/model"):  # the templates link to the second
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    code = "import setuptools.build_meta, sys; print(setuptools.build_meta.build_wheel(sys.argv[1]))"
+    build = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        about = archive.read("cairn-0.1.0.dist-info/METADATA").decode()
+    there = [path for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    there += [
+        link / path.name for link in (ROOT / "src").rglob("*") if link.is_symlink() for path in link.iterdir()
+    ]
+    assert found == {f"cairn/{path.relative_to(ROOT / 'src').as_posix()}" for path in there}
+    assert {"cairn/py.typed", "cairn/tools/templates/model/tokenizer.json"} <= found
+    assert {"cairn/watch/page/static/index.html", "cairn/tools/templates/my_task/__init__.py.in"} <= found
+    extras = re.findall(r"^Provides-Extra: (.+)$", about, re.M)
+    assert extras == ["cpu", "gpu", "dash", "formats", "megatron"]
 
 
 def test_packages_are_the_folders_of_src():
@@ -57,15 +82,28 @@ def test_one_of_the_two_builds_of_vllm():
     groups, uv = PROJECT["dependency-groups"], PROJECT["tool"]["uv"]
     assert "cpu" in uv["default-groups"]
     assert "gpu" not in uv["default-groups"]
-    assert uv["conflicts"] == [[{"group": "cpu"}, {"group": "gpu"}]]
-    assert groups["cpu"][0].split("==")[1] == groups["gpu"][0].split("==")[1]
+    for first, second in itertools.product(("extra", "group"), repeat=2):
+        pair = [{first: "cpu"}, {second: "gpu"}]
+        assert any(pair in (both, both[::-1]) for both in uv["conflicts"]), pair
+    assert groups["cpu"] == ["cairn[cpu]"]
+    assert groups["gpu"] == ["cairn[gpu]"]
+    assert EXTRAS["cpu"][0].split("==")[1] == EXTRAS["gpu"][0].split("==")[1]
+
+
+def test_an_extra_and_a_group_of_one_name_are_one_list():
+    """Who works in a clone installs what a project gets that depends on Cairn."""
+    groups = PROJECT["dependency-groups"]
+    shared = EXTRAS.keys() & groups.keys()
+    assert shared == EXTRAS.keys() - {"dash"}
+    assert {name: groups[name] for name in shared} == {name: [f"cairn[{name}]"] for name in shared}
+    assert "cairn[dash,formats]" in groups["dev"]
 
 
 def test_what_benchmarks_and_opt_in_tests_compare_with_is_not_installed_unasked():
     groups, lock = PROJECT["dependency-groups"], (ROOT / "requirements.lock").read_text()
     for group in ("bench", "megatron", "deepspeed"):
         assert group not in PROJECT["tool"]["uv"]["default-groups"]
-        for requirement in groups[group]:
+        for requirement in EXTRAS.get(group, groups[group]):
             name = re.split("[=>]=", requirement.replace("_", "-"))[0]
             assert f"\n{name}==" not in lock
 
@@ -91,11 +129,10 @@ class TestRequirementsLock:
         pins = dict(re.findall(r"^([a-z0-9-]+)==([^ ;]+)", (ROOT / file).read_text(), re.MULTILINE))
         wanted = PROJECT["project"]["dependencies"] + [
             requirement
-            for group in (*groups, "formats")
-            for requirement in PROJECT["dependency-groups"][group]
-            if requirement != {"include-group": "formats"}
+            for group in (*groups, "formats", "dash")
+            for requirement in EXTRAS.get(group) or PROJECT["dependency-groups"][group]
+            if not requirement.startswith("cairn[")
         ]
-        assert {"include-group": "formats"} in PROJECT["dependency-groups"]["dev"]
         for requirement in wanted:
             name, exact = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:==(.*)|>=.*)?", requirement).groups()
             assert name in pins
@@ -288,6 +325,25 @@ class TestScripts:
             assert done.returncode == 2
             assert "usage: scripts/quickstart" in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+def test_files_for_other_programs_are_as_these_read_them():
+    """The citation has the version, hooks run what is installed, and issue forms have fields."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = PROJECT["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]:
+        assert repository["repo"] == "local"
+        for hook in repository["hooks"]:
+            assert hook["entry"].startswith(("uv run --no-sync ruff ", "uv run --no-sync pytest "))
+            assert [one for one in hook["entry"].split() if "/" in one and not (ROOT / one).exists()] == []
+    forms = [*(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    assert len(forms) == 2
+    for form in map(yaml.safe_load, (path.read_text() for path in forms)):
+        assert form["name"]
+        assert form["description"]
+        assert len({field["id"] for field in form["body"]}) == len(form["body"])
+    assert f"(version {project['version']})" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_type_checkers_and_editors_find_the_package():

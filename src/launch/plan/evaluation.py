@@ -12,6 +12,7 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.environment import EvalConfig
+from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EvaluateConfig
@@ -56,7 +57,7 @@ def as_in_run(draft: Draft) -> Draft:
     update: dict[str, Any] = {name: getattr(run.orchestrator, name) for name in OF_RUN if name not in given}
     if "sampling" in given:
         update["sampling"] = _over(run.orchestrator.sampling, config.sampling)
-    server = {name: getattr(run.inference, name) for name in OF_SERVER}
+    server = _server_of(run)
     update["inference"] = config.inference.model_copy(
         update={name: server[name] for name in OF_SERVER if name not in config.inference.model_fields_set}
     )
@@ -75,6 +76,25 @@ def _config_of_run(policy: Policy) -> RLConfig | None:
         return policy.run.read_config(RLConfig, of_any_version=True)
     except DamagedFile as error:
         raise UsageError(f"{policy.given}: the settings of its run are not known: {error}") from None
+
+
+def _server_of(run: RLConfig) -> dict[str, Any]:
+    """The settings of a server that computes as that of a run does."""
+    return {name: getattr(run.inference, name) for name in OF_SERVER}
+
+
+def policy_to_serve(name: str) -> tuple[Policy, InferenceConfig]:
+    """The policy that `cairn chat` calls by a name, and the settings of a server: those of its run, if any.
+
+    Raises:
+        UsageError: there is no such model or step.
+    """
+    try:
+        policy = next(_policy("cairn chat", name, ModelConfig(), resolve_model))
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model.name", "cairn chat", 1)) from None
+    run = _config_of_run(policy)
+    return policy, InferenceConfig().model_copy(update={} if run is None else _server_of(run))
 
 
 def _over(section: Any, given: Any) -> Any:
