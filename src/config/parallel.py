@@ -44,18 +44,11 @@ class ParallelConfig(BaseConfig):
             )
         staged = f", parallel.pipeline = {self.pipeline}" if self.pipeline > 1 else ""
         ranks, workers = ranks // self.pipeline, ranks
-        sizes = {"replicas": replicas, "parallel.context": self.context, "parallel.tensor": self.tensor}
-        for name, size in sizes.items():
+        for name, size in {"replicas": replicas, "parallel.context": self.context}.items():
             if ranks % size:
                 return (
                     f"{name} = {size} does not divide the ranks into equal parts: workers = {workers}{staged}"
                 )
-        if ranks % (self.context * self.tensor):
-            return (
-                f"parallel.context = {self.context} and parallel.tensor = {self.tensor} share each row among "
-                f"{self.context * self.tensor} ranks, which do not divide workers = {workers}{staged} into "
-                "equal parts"
-            )
         for name, size in {"parallel.tensor": self.tensor, "parallel.expert": self.expert}.items():
             if ranks // replicas % size:
                 copies = f", replicas = {replicas}" if replicas > 1 else ""
@@ -63,6 +56,12 @@ class ParallelConfig(BaseConfig):
                     f"{name} = {size} does not divide the ranks of each copy of the model into equal parts: "
                     f"workers = {workers}{copies}{staged}"
                 )
+        if ranks % (self.context * self.tensor):
+            return (
+                f"parallel.context = {self.context} and parallel.tensor = {self.tensor} share each row among "
+                f"{self.context * self.tensor} ranks, which do not divide workers = {workers}{staged} into "
+                "equal parts"
+            )
         return None
 
     def problem_beside(

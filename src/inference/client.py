@@ -90,6 +90,17 @@ class ServerStatus:
     """After an update: bytes of the policy that it has read or received; None: it does not know."""
     experts: bool = False
     """Whether it tells the experts that its model chooses for each token (`inference.return_experts`)."""
+
+    @property
+    def lacks_for_replay(self) -> str | None:
+        """Why a run with `trainer.router_replay` can't learn from its answers; None if it can."""
+        if self.experts:
+            return None
+        return (
+            "it does not tell the experts that it chooses, which trainer.router_replay needs: start it with "
+            "--return-experts, or set router_replay to false"
+        )
+
     base: dict[str, str] | None = None
     """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
 

@@ -25,6 +25,8 @@ UTILIZATION = 0.92
 """Share of a GPU that vLLM takes unless told otherwise."""
 AWAKE = 5 * GIB // 2
 """On a GPU of a server: CUDA's context, CUDA graphs and activations."""
+RECORDED = 2
+"""Bytes of an expert's number in batches (`run/batches.py`)."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 
@@ -134,6 +136,8 @@ def rank_need(
     parts += [
         MemoryPart(f"activations of {rows} x {tokens} tokens{on_ranks}", kept, counted=False),
         MemoryPart("what experts on other ranks send back", exchanged, counted=False),
+        MemoryPart("recorded experts, by router_replay",
+             RECORDED * footprint.recorded * rows * tokens * config.replays_experts, counted=False),
         MemoryPart("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
         MemoryPart("a chunk of logits, and the head's gradient",
              logits * (8 + compute) + head * (4 + compute), counted=False),

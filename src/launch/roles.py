@@ -140,6 +140,7 @@ def run_orchestrator(
                     retry_for=config.request_timeout,
                     # If generation and training alternate, no answer is in flight when weights change.
                     keep_cache=config.max_off_policy_steps > 0 and not config.recompute_kv_cache,
+                    needs_experts=config.router_replay,
                     fan_out=config.weight_fan_out,
                 ),
                 servers_file=run.servers,

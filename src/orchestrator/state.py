@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
@@ -16,6 +16,8 @@ from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import PolicyServers
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import Attempt, ShippedBatch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,17 @@ class ServedPolicy:
 
 
 class Disk:
-    """Runs disk writes one after the other in a thread, so that they don't block the event loop."""
+    """Reads and writes files one after the other in a thread, so that the event loop is not blocked."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
 
-    async def do(self, write: Callable[..., None], *arguments: object) -> None:
-        """Call `write` in the thread, and wait until it has returned."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, write, *arguments)
+    async def do(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Call `work` in the thread; returns what it returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def close(self) -> None:
-        """Wait until all writes are done."""
+        """Wait until all of them are done."""
         self._thread.shutdown()
 
 

@@ -12,6 +12,10 @@ class ServerUnavailable(CairnError):
     """The server does not answer, or failed to do what it was asked to."""
 
 
+class ServerLacks(CairnError):
+    """The server does not do what the run needs of it, as it was started."""
+
+
 class ServerAsleep(ServerUnavailable):
     """The server sleeps: it is alive, has its weights, and generates again once it is woken."""
 

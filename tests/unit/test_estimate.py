@@ -44,6 +44,7 @@ from cairn.launch.needs import (
     MemoryPart,
     Need,
     cache_left,
+    gib,
     host_need,
     rank_need,
     server_need,
@@ -661,6 +662,19 @@ def test_a_dry_run_prints_the_estimate(
     text = printed("inference", "--machine", "1x0.0001G,1T", code=2)
     assert "error: the server needs " in text
     assert "the server" not in printed("sft", "--machine", "64G")
+    text = printed("rl", "--machine", "4x80G,1T")
+    assert "recorded experts" not in text
+    assert "router_replay records" not in text
+    moe = ("--model.name", str(folder("moe")), "--trainer.router-replay", "true")
+    text = printed("rl", "--machine", "4x80G,1T", *moe)
+    each = footprint_of(str(folder("moe")), compute="bfloat16", activation_checkpointing=False).recorded
+    assert each == SMALL["num_hidden_layers"] * 2
+    assert re.search(r"[GM]iB +recorded experts, by router_replay \(estimated\)", text), text
+    assert (
+        "router_replay records the experts of 128 answers of at most 2048 tokens for each batch: up to "
+        f"{gib(128 * 2048 * each)} in the ledger and its copies in checkpoints ({each} bytes a token), and "
+        f"{gib(128 * 2048 * 2 * each)} in the batch's file and the memory of its readers ({2 * each} bytes"
+    ) in text
     text = printed("sft", "--machine", "64G", "--model.name", "/nowhere", code=2)
     assert "no estimate of memory: /nowhere" in text
     assert "error: --model.name /nowhere: there is no such folder" in text

@@ -110,7 +110,8 @@ def complete(folder: Path, server: Server, chunk: int, group: AnswerGroup | None
 def columns_of(ledger: Ledger) -> list[np.ndarray | None]:
     """The experts of the samples of the one group that waits."""
     (group,) = ledger.waiting()
-    ledger.take_experts(group)
+    ledger.stay_in_place()
+    asyncio.run(asyncio.to_thread(ledger.take_experts, group))
     samples = to_samples(group, make_advantage(OrchestratorConfig().advantage))
     return [sample.columns.get(EXPERTS) for sample in samples]
 

@@ -207,13 +207,14 @@ def test_activations_are_computed_again_with_the_same_experts(tmp_path: Path, gr
 def test_ranks_that_share_rows_have_the_experts_of_their_own_tokens(size: int):
     """Behind the end of a row they are unknown."""
     rows = in_rows(samples_with(at_random(2)), packed=True)
-    parts = [part_of_rows(rows, Axis(rank, size)) for rank in range(size)]
+    parts = [part_of_rows(rows, Axis(rank, size), replays=True) for rank in range(size)]
     together = torch.cat([part.experts for part in parts], 1)
     width = rows.input_ids.shape[1]
     assert torch.equal(together[:, :width], rows.columns[EXPERTS])
     assert (together[:, width:] == UNKNOWN_EXPERT).all()
     for part in parts:
         assert part.experts.shape[:2] == part.input_ids.shape
+    assert part_of_rows(rows, Axis(0, size)).experts is None, "a reference model replays nothing"
 
 
 def test_a_server_of_another_model_is_found_out():

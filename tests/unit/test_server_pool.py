@@ -57,6 +57,7 @@ class FakeServer:
         self.port = 0
         self.disagrees = self.scores = 0
         self.more_status: dict[str, Any] = {}
+        self.looks = 0
         self.asleep = False
         self.adapters: list[str] | None = None
         """The names of the adapters that requests may ask for; None: it replaces its weights."""
@@ -104,6 +105,7 @@ class FakeServer:
     async def _answer(self, path: str, body: dict) -> Answer:
         if self.fault and (answer := await self.fault(path, body)):
             return answer
+        self.looks += path == "/cairn/status"
         if path in ("/cairn/sleep", "/cairn/wake"):
             self.asleep = path == "/cairn/sleep"
             self.did.append(path.removeprefix("/cairn/"))
@@ -845,6 +847,31 @@ async def test_a_server_that_joins_and_refuses_the_weights_ends_nothing(
         assert not other.asked
         assert caplog.text.count("can't join") == 1
         await other.die()
+
+
+@in_loop
+async def test_a_server_that_tells_no_experts_joins_no_run_that_replays_them(
+    caplog: pytest.LogCaptureFixture,
+):
+    """It is said once what to do; started again with --return-experts, it joins."""
+    told, silent = FakeServer(), FakeServer()
+    told.more_status = {"experts": True}
+    for server in (told, silent):
+        await server.start()
+    settings = PoolSettings(look_every=0.02, needs_experts=True)
+    async with ServerPool([told.url, silent.url], settings, token="t") as pool:
+        await pool.wait_ready(DEADLINE)
+        await pool.serve("/w", "v1")
+        looks = silent.looks
+        await until(lambda: silent.looks > looks + 2)
+        assert f"{silent.url} can't join: it does not tell the experts" in caplog.text
+        assert "start it with --return-experts" in caplog.text
+        assert caplog.text.count("can't join") == 1
+        assert (told.version, silent.version) == ("v1", "default")
+        silent.more_status = {"experts": True}
+        await until(lambda: silent.version == "v1")
+    for server in (told, silent):
+        await server.die()
 
 
 @in_loop

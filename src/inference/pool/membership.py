@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from cairn.inference.client import InferenceClient, Unauthorized
 from cairn.inference.pool.member import Member, Weights
 from cairn.inference.pool.spreading import Spreading
-from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.errors import ServerLacks, ServerUnavailable, WeightsGone, WeightsRefused
 from cairn.policy.generation import DIRECT, Route
 from cairn.run import spans
 
@@ -99,6 +99,8 @@ class PoolSettings:
     keep_cache: bool = False
     """Whether answers in flight go on from the keys and values that earlier weights have made; otherwise a
     server recomputes them with every update, as it would a prompt of that length."""
+    needs_experts: bool = False
+    """Whether only servers may join that tell the experts of tokens."""
     fan_out: int = 4
     """How many servers get a policy from the trainer's memory, and how many others each of them hands it on
     to; 0: all get it from the trainer."""
@@ -291,6 +293,8 @@ class Membership:
                 status = await member.client.status()
         except TimeoutError:
             raise ServerUnavailable(f"{member.url} has not answered for {LOOK_TIMEOUT:g} s") from None
+        if self._settings.needs_experts and (lacks := status.lacks_for_replay):
+            raise ServerLacks(lacks)
         member.note(status)
         resting = None
         while resting is not self.resting:  # which may change meanwhile

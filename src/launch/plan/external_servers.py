@@ -108,11 +108,8 @@ def gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:
 
 def _problem_with(status: ServerStatus, config: RLConfig) -> str | None:
     """Why a server does not take what the trainer publishes, or tell what it needs; None if it does."""
-    if config.trainer.router_replay and not status.experts:
-        return (
-            "it does not tell the experts that it chooses, which trainer.router_replay needs: start it with "
-            "--return-experts, or set router_replay to false"
-        )
+    if config.trainer.router_replay and (lacks := status.lacks_for_replay):
+        return lacks
     rank, lora = status.max_lora_rank, config.trainer.lora
     if lora is None or lora.serve != "unmerged":
         if rank is None:

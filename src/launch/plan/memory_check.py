@@ -24,7 +24,7 @@ from cairn.launch.memory import (
     serving_needs,
     suggestion_of_replicas,
 )
-from cairn.launch.needs import cache_left, gib, with_cache
+from cairn.launch.needs import RECORDED, cache_left, gib, with_cache
 from cairn.launch.plan.colocation import share_memory
 from cairn.launch.plan.external_servers import check_bases
 from cairn.launch.plan.model import foreign_format
@@ -179,9 +179,25 @@ def _training(draft: Draft, folder: str) -> Iterator[str]:
     if machine.has_gpus:
         yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))
     yield from _indented("training", needs.host.lines(machine.memory))
+    if config.replays_experts:
+        yield _recorded(draft, counted)
     yield from _verdict(lambda: check_training(needs.rank, needs.host, config, machine, flags))
     if hint := suggestion_of_replicas(counted, config, machine, len(machine.gpus) or config.ranks):
         yield hint.replace("--replicas", f"{flags}replicas")
+
+
+def _recorded(draft: Draft, counted: CountedModels) -> str:
+    """What the experts take that servers tell of a batch's tokens, outside of the devices that train."""
+    orchestrator, length = draft.config.orchestrator, draft.trainer.seq_len
+    each = max(one.samples_per_prompt for one in orchestrator.of_environments())
+    answers, ledger = orchestrator.prompts_per_step * each, counted.policy.recorded_bytes
+    batch = RECORDED * counted.policy.recorded
+    return (
+        f"router_replay records the experts of {answers} answers of at most {length} tokens for each batch: "
+        f"up to {gib(answers * length * ledger)} in the ledger and its copies in checkpoints "
+        f"({ledger} bytes a token), and {gib(answers * length * batch)} in the batch's file and the memory "
+        f"of its readers ({batch} bytes a token)"
+    )
 
 
 def _serving(

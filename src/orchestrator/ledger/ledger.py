@@ -168,8 +168,13 @@ class Ledger:
         return list(groups.values())
 
     def take_experts(self, group: AnswerGroup) -> None:
-        """Give a whole group's answers, and their turns, the experts that servers chose for their tokens."""
-        found = pieces.read_experts(self._database, group.place)
+        """Give a whole group's answers, and their turns, the experts that servers chose for their tokens.
+
+        Any thread may call it: it reads through a connection of its own, since these are megabytes for a long
+        answer. Before it `stay_in_place` is called, on the thread that writes.
+        """
+        with contextlib.closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as own:
+            found = pieces.read_experts(own, group.place)
         for sample, rollout in enumerate(group.rollouts):
             rollout.experts = found.get((group.place, sample, ANSWER), [])
             for turn in rollout.turns:
@@ -293,7 +298,7 @@ class Ledger:
             (place, problem, batch.oldest_step, self.run.order.environment(place))
             for place, problem in problems.items()
         ]
-        self._stay_in_place()
+        self.stay_in_place()
         with self._database:
             self._note(batch)
             for statement in UNSHIP_ONE:
@@ -401,7 +406,7 @@ class Ledger:
         Raises:
             LedgerFailed: other rows were changed too, and the ledger contradicts itself.
         """
-        self._stay_in_place()
+        self.stay_in_place()
         rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()
         if (
             rows == sorted(map(batch_row, self._shipped.values()))
@@ -422,7 +427,7 @@ class Ledger:
         if odd := oddity(self._database):
             raise LedgerFailed(f"another program has changed {self.path}: {odd}")
 
-    def _stay_in_place(self) -> None:
+    def stay_in_place(self) -> None:
         """Write the file again if another program has removed or replaced it."""
         if self.path.exists():
             if self.path.stat().st_ino == self._inode:

@@ -44,7 +44,8 @@ class RowsPart:
     input_ids, position_ids: int64 [R, S], of the tokens that are here. places: int64 [l], where the hidden
     states are that predict those of the learned tokens which fall to this rank, in the flattened [R, S]. own:
     int64 [l], which of the L these are; None: all. axes: along which the other ranks have the others.
-    experts: int16 [R, S, layers, experts of a token], those that the server has chosen; None: unknown.
+    experts: int16 [R, S, layers, experts of a token], those that the server has chosen; None: they
+    are unknown, or are not replayed.
     """
 
     input_ids: torch.Tensor
@@ -66,15 +67,16 @@ class RowsPart:
         return _Together.apply(values, self.own, self.learned, self.axes)
 
 
-def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS) -> RowsPart:
+def part_of_rows(micro: MicroBatch, axis: Axis, tensor: Axis = NO_AXIS, *, replays: bool = False) -> RowsPart:
     """This rank's part of a micro-batch's rows, which is all of them on an axis of one rank.
 
     On a GPU the number of own tokens is waited for.
 
     Args:
         tensor: ranks whose layers compute all of each row together. Each has its part of the learned tokens.
+        replays: whether the layers replay the experts that the server has chosen.
     """
-    experts = micro.columns.get(EXPERTS) if micro.tokens else None
+    experts = micro.columns.get(EXPERTS) if replays and micro.tokens else None
     if axis.size == 1:
         places = micro.learned - 1
         part = RowsPart(micro.input_ids, micro.position_ids, places, None, len(micro.learned), (), experts)

@@ -64,7 +64,8 @@ class Footprint:
     type that is computed in. expert_shapes: of the parameters of experts, in each decoder layer. chosen: the
     share of the experts that a token uses; 1 if it is not known. dealt_to: so many ranks have the experts of
     a layer together. exchanged: of each token, bytes of what its experts send back, in all layers
-    that keep it at once.
+    that keep it at once. recorded: the experts that servers tell of each token, in all layers together; 0 if
+    the model has none.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -80,6 +81,7 @@ class Footprint:
     chosen: float = 1.0
     dealt_to: int = 1
     exchanged: int = 0
+    recorded: int = 0
 
     @property
     def elements(self) -> int:
@@ -104,6 +106,13 @@ class Footprint:
     def experts(self) -> int:
         """The number of elements that belong to experts."""
         return sum(prod(shape) for layer in self.expert_shapes for shape in layer)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes of a token's recorded experts in the ledger: a byte each, or two where a layer has more than
+        256."""
+        most = max((shape[0] for layer in self.expert_shapes for shape in layer), default=0)
+        return self.recorded * (1 if most <= 256 else 2)
 
     def shard(self, ranks: int) -> int:
         """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension.
@@ -212,6 +221,7 @@ def footprint_of(
         chosen=active_experts(text) or 1.0,
         dealt_to=expert if any(experts) else 1,
         exchanged=kept_layers * per_token * text.hidden_size * dtype.itemsize,
+        recorded=per_token * len(layers) if any(experts) else 0,
     )
 
 

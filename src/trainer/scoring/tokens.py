@@ -111,7 +111,9 @@ class Scorer:
             of_all_logits: the same from logits.
         """
         learned = micro.learned
-        part = part_of_rows(micro, self.attention.context, tensor_axis(self.model))
+        part = part_of_rows(
+            micro, self.attention.context, tensor_axis(self.model), replays=self.replay is not None
+        )
         tokens = part.of_own(micro.input_ids.flatten()[learned])
         found: list[torch.Tensor] = []
 
