@@ -48,6 +48,7 @@ from cairn.run.files import sync
 from cairn.run.messages import Attempt, Probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import published_dtypes, weights
+from cairn.trainer.publishing.policy_store import PolicyStore
 from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
 from cairn.trainer.publishing.transports import Served
 
@@ -69,7 +70,10 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1, help="number of servers to update")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each server")
     parser.add_argument(
-        "--transport", default="files", choices=["files", "network"], help="how the weights are transferred"
+        "--transport",
+        default="files",
+        choices=["files", "network", "store"],
+        help="how the weights are transferred; store: through a folder as object store",
     )
     parser.add_argument(
         "--encodings", nargs="+", default=["full"], choices=["full", "delta"], help="what is transferred"
@@ -114,8 +118,9 @@ async def measure(
     # With the self-check, publishing includes checksums; scoring the probe is not measured here.
     served = Served(partial(weights, model), published_dtypes(model, dtype))
     transport = TRANSPORTS[arguments.transport, encoding](group, served)
+    store = PolicyStore(f"file://{folder}/store", run.versions) if arguments.transport == "store" else None
     publisher = VersionPublisher(
-        run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
+        run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32"), store=store
     )
     with contextlib.ExitStack() as stack:
         size = arguments.tensor_parallel

@@ -91,6 +91,36 @@ MUTANTS = (
         "timeout=None",
         "test_spreading",
     ),
+    # Policies through an object store
+    M(
+        "a damaged piece of a downloaded policy counts",
+        "_Version._piece",
+        " and crc64(content) == int(entry.crc64nvme[number], 16)",
+        "",
+        "test_deltas",
+    ),
+    M(
+        "a server does not ask for the whole policy in the store",
+        "Staging._downloaded",
+        "if not has:",
+        "if True:",
+        "test_deltas",
+    ),
+    M(
+        "objects of versions that are gone stay in the store",
+        "PolicyStore._delete_what_is_not_needed",
+        "objects.delete(",
+        "list(",
+        "test_deltas",
+    ),
+    # Servers that join
+    M(
+        "a server that tells no experts joins a run that replays them",
+        "Membership._attach",
+        "if self._settings.needs_experts and",
+        "if False and",
+        "test_server_pool",
+    ),
     # What survives a crash, and what a reader can see
     M("atomic write without fsync", "write_atomic", "os.fsync(file.fileno())", "pass", "test_durability"),
     M(

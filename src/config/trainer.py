@@ -359,8 +359,8 @@ class TrainerConfig(WithTeachers, TrainerBase):
     mini_batches: int | None = Field(default=None, ge=1)
     """Parts that a batch is divided into; updates go through them in turn (default: updates_per_batch)."""
     critic: CriticConfig | None = None
-    weight_transport: Literal["files", "network"] = "files"
-    """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
+    weight_transport: Literal["files", "network", "store"] = "files"
+    """How servers get policies: files, network (from the trainer's memory), or store (at --ckpt.remote)."""
     weight_encoding: Literal["full", "delta"] = "full"
     """What servers get of policies: all values, or only what has changed (small with bfloat16 policies and
     low learning rates; the trainer and each server keep a copy of the policy in host memory)."""
@@ -455,19 +455,29 @@ class TrainerConfig(WithTeachers, TrainerBase):
 
     @property
     def publishes_first(self) -> bool:
-        return self.lora is not None and self.lora.serve == "unmerged"
+        return self.weight_transport == "store" or (self.lora is not None and self.lora.serve == "unmerged")
+
+    @property
+    def policies_url(self) -> str | None:
+        """The URL below which policies are put for servers elsewhere; None: they get them in another way."""
+        remote = self.ckpt.remote if self.ckpt and self.weight_transport == "store" else None
+        return remote and f"{remote.rstrip('/')}/policies"
 
     @model_validator(mode="after")
-    def _adapter_can_be_sent(self) -> "TrainerConfig":
-        if self.lora and self.sends_adapter and self.weight_encoding != "full":
+    def _policies_can_be_sent(self) -> Self:
+        if self.weight_transport == "store" and self.policies_url is None:
+            raise ValueError('weight_transport = "store" needs --ckpt.remote, such as s3://bucket/run')
+        if self.lora is None or not self.sends_adapter:
+            return self
+        if self.weight_encoding != "full":
             raise ValueError(
                 f'lora.serve = "{self.lora.serve}" needs weight_encoding = "full": an adapter is small, and '
                 "all of it changes"
             )
-        if self.lora and self.sends_adapter and self.weight_transport != "files":
+        if self.weight_transport != "files":
             raise ValueError(
-                f'lora.serve = "{self.lora.serve}" needs weight_transport = "files"; over the network '
-                "servers get merged weights"
+                f'lora.serve = "{self.lora.serve}" needs weight_transport = "files"; over the network, '
+                "and through an object store, servers get merged weights"
             )
         return self
 

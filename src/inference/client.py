@@ -29,6 +29,7 @@ from cairn.policy.errors import (
 )
 from cairn.policy.generation import DIRECT, Generation, Relay, Route, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError
+from cairn.run.object_store import is_url
 from cairn.run.waiting import Backoff
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
@@ -220,7 +221,7 @@ class InferenceClient:
     async def update_weights(
         self, path: str | Path, version: str, *, keep_cache: bool = False, route: Route = DIRECT
     ) -> ServerStatus:
-        """Load the weights in directory `path` (as the server sees it) and call them `version`.
+        """Load the weights in directory `path` (as the server sees it, or a URL) and call them `version`.
 
         Requests in flight go on under the new weights: after having recomputed the keys and values of all
         their tokens, or with `keep_cache` from those that the old weights have made. Returns when the server
@@ -237,7 +238,7 @@ class InferenceClient:
             Unauthorized: the token is missing or wrong.
         """
         body: dict[str, Any] = {
-            "path": os.path.abspath(path),
+            "path": str(path) if is_url(str(path)) else os.path.abspath(path),
             "version": version,
             "keep_cache": keep_cache,
         }

@@ -24,7 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
-from cairn.inference.vllm_command import adapter_folder, command, serves_on_gpus
+from cairn.inference.vllm_command import command, copies_folder, serves_on_gpus
 from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.object_store import is_loopback
@@ -285,8 +285,8 @@ class Server:
                 self._process.wait(GRACE)
         self.kill()
         self._process.wait()
-        # A server that was killed has left its copies of adapters behind.
-        shutil.rmtree(adapter_folder(self._epoch), ignore_errors=True)
+        # A server that was killed has left its copies of policies behind.
+        shutil.rmtree(copies_folder(self._epoch), ignore_errors=True)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,11 @@
 """The command line and environment of vLLM's server, from the settings. Imports neither torch nor vllm."""
 
+import atexit
 import csv
+import fcntl
 import json
 import os
+import shutil
 import sys
 import tempfile
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -193,16 +196,41 @@ def _sampled(file: Path) -> str:
     return f"{size}:{crc:016x}"
 
 
-# Where a server keeps its copies of adapters: known to the server, and to what starts and kills it.
+# Where a server keeps its copies of policies, that is, of adapters and of what it has downloaded: known to
+# the server, and to what starts and kills it.
 
 
-NAME = "cairn-adapters-"
+NAME = "cairn-policies-"
 """What the names of such folders begin with."""
+HELD = "held"
+"""File in such a folder whose server has locked the folder."""
 
 
-def adapter_folder(epoch: str, root: Path | None = None) -> Path:
+def copies_folder(epoch: str, root: Path | None = None) -> Path:
     """The folder of one start of a server. root: default: where temporary files go."""
     return (root or Path(tempfile.gettempdir())) / f"{NAME}{epoch}"
+
+
+def make_copies_folder(folder: Path) -> Path:
+    """Make the folder, which goes when this process ends; those beside it are deleted whose servers, and what
+    started them, were killed."""
+    for old in folder.parent.glob(f"{NAME}*/{HELD}"):
+        try:
+            fd = os.open(old.parent, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or just deleted
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent, ignore_errors=True)
+        except OSError:  # its server runs
+            pass
+        finally:
+            os.close(fd)
+    folder.mkdir(mode=0o700)
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
+    (folder / HELD).touch()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # Which build of vLLM is installed: decided here, once, for everything that depends on it.

@@ -7,6 +7,7 @@ Below the URL of a run lie
     step_N/...               the files of a step, exactly as in the local folder, with its manifest.json
     committed/step_N.json    that manifest again, put last: a step exists if and only if this object does
     run/...                  the run's metrics up to the newest step
+    policies/...             an RL run's newest policies, with weight_transport = "store" (policy/stored.py)
     catalog.json             what lists of steps show; derived, and counts only for manifests that are there
 
 so that a copy of `step_N/` by any tool is a checkpoint.

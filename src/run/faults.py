@@ -20,6 +20,7 @@ POINTS = {
     "publish.begin": "each rank, before a policy version is written",
     "publish.before_announce": "trainer rank 0, when a policy version is written and nobody knows of it yet",
     "publish.announced": "trainer rank 0, right after a policy version was announced",
+    "policy.stored_files": "trainer rank 0, when an object store has a version's files, but not their list",
     "orchestrator.finished_group": "orchestrator, when the last answer to a prompt is in the ledger",
     "orchestrator.turn": "orchestrator, when an answer to a program, or a piece of it, is in the ledger",
     "orchestrator.call": "orchestrator, when what the world answered to a program is in the ledger",

@@ -308,6 +308,18 @@ WEIGHT_SOURCE = "source.json"
 """In a policy version's folder, in place of its tensors: where servers get them."""
 
 
+STORED = "stored.json"
+
+
+@dataclass(frozen=True)
+class StoredVersion(Message):
+    """In a policy version's folder, beside its files: that an object store has them, too, for servers that do
+    not see the folder.
+    """
+
+    url: str
+
+
 class PolicyVersions:
     """The folder `weights/` of a run: Hugging Face folders `v<step>/`, each announced by `v<step>.json`."""
 
@@ -321,6 +333,12 @@ class PolicyVersions:
     def folder(self, step: int) -> Path:
         """The Hugging Face directory of the policy after `step` steps, while it is in transit."""
         return self.path / f"v{step}"
+
+    def stored(self) -> list[StoredVersion]:
+        """The versions of which an object store has the files."""
+        folders = (path for path in entries(self.path, "") if FOLDER.fullmatch(path.name))
+        notes = (read_note(path / STORED, StoredVersion) for path in folders)
+        return [note for note in notes if note is not None]
 
     def begin(self, attempt: Attempt, *, published: bool) -> None:
         """Say that the trainer holds the policy that the attempt starts from; see `Beginning`."""

@@ -46,6 +46,8 @@ OF_UPLOADS = ("remote.",)
 """Points that only a run with --ckpt.remote reaches: test_remote.py."""
 
 
+OF_STORED_POLICIES = ("policy.",)
+"""Points that only a run whose policies go through an object store reaches: test_remote.py."""
 OF_PREFERENCES = ("reference.",)
 """Points that only a `dpo` run reaches: tests/integration/test_dpo.py."""
 
@@ -53,7 +55,7 @@ OF_PREFERENCES = ("reference.",)
 def test_every_fault_point_is_covered():
     """A point that is added must be added here, unless only another kind of run reaches it, or `ckpt`."""
     assert STRIKES.keys() <= POINTS.keys()
-    elsewhere = OF_RL_RUNS + OF_COMMANDS + OF_UPLOADS + OF_PREFERENCES
+    elsewhere = OF_RL_RUNS + OF_COMMANDS + OF_UPLOADS + OF_STORED_POLICIES + OF_PREFERENCES
     assert all(point.startswith(elsewhere) for point in POINTS.keys() - STRIKES.keys())
 
 

@@ -543,20 +543,26 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
     """On two ranks that share the tokens of each row, with two updates a step; the steps after the checkpoint
-    come out the same again. The server, which gets deltas from both ranks, finds its own logprobs of each
-    policy to be the trainer's."""
-    run = tmp_path / "run"
+    come out the same again. The server, which gets deltas from both ranks through an object store, finds its
+    own logprobs of each policy to be the trainer's, also when the trainer is killed while it puts one there.
+    """
+    run, store = tmp_path / "run", tmp_path / "store"
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--trainer.workers", 2, "--trainer.updates-per-batch", 2, "--ckpt.interval", 3),
         *("--trainer.parallel.context", 2, "--trainer.weight-encoding", "delta"),
+        *("--trainer.weight-transport", "store", "--ckpt.remote", f"file://{store}"),
         *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", 2),
         *("--trainer.critic.optimizer.lr", 1e-3, "--orchestrator.inference-url", server.url),
     )
-    with shell.start(*arguments, "--max-steps", 1000) as command:
+    (fault := tmp_path / "once" / "policy.stored_files:kill@3").parent.mkdir()
+    fault.touch()
+    faults = {"CAIRN_FAULT": fault.name, "CAIRN_FAULT_ONCE": str(fault.parent)}
+    with shell.start(*arguments, "--max-steps", 1000, environment=faults) as command:
         command.wait_until(lambda: len(rows(run)) >= 5)
+        assert not fault.exists()
         roles = read(run / "roles.json")
-        assert states(roles) == dict.fromkeys((*ROLES, "trainer_rank1"), "running")
+        assert states(roles) == dict.fromkeys((*ROLES, "trainer_rank1", "uploader"), "running")
         assert {role["pid"] for role in roles["roles"].values()} <= {pid for pid, _ in command.family()}
         command.process.kill()
         command.process.wait()
@@ -567,6 +573,10 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     found = whole_rows(run, last)
     assert untimed(found[: len(at_kill)]) == untimed(at_kill)
     assert ["loss" in row for row in found] == [False] * 2 + [True] * (last - 2)
+    whole = max(row["weights/bytes"] for row in found)
+    assert min(row["weights/bytes"] for row in found[2:]) < 0.9 * whole
+    in_store = {path.name for path in (store / "policies").glob("*/v*") if any(path.iterdir())}
+    assert f"v{last}" in in_store <= {f"v{step}" for step in range(last + 1)}
     losses = [row["critic/loss"] for row in found]
     assert max(losses[-3:]) < losses[0], losses
     assert found[0]["values/mean"] == 0 < found[-1]["values/mean"]

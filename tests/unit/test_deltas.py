@@ -1,29 +1,38 @@
 """Deltas: servers come to the same bits as with whole policies, whatever they had before."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from one_rank import one_rank
 from safetensors.torch import load_file, save_file
+from stores import s3_bucket
 from test_staging import Tensors, assert_same, mapped, staging
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.manifest import Damaged
+from cairn.config.ckpt import CkptConfig
 from cairn.config.model import LoraConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.plugin.staging import Staging
+from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.policy.checksums import read_checksums
 from cairn.policy.delta import HEADER, apply, digest_of, encode
-from cairn.policy.errors import Altered, Gone
+from cairn.policy.errors import Altered, Gone, NotThere
+from cairn.remote import Objects, RemoteError
 from cairn.run.directory import RunDirectory
+from cairn.run.files import read_json
 from cairn.run.messages import Attempt
+from cairn.run.object_store import TransientError
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import config_of, published_dtypes, weights
-from cairn.trainer.publishing import delta_transports
+from cairn.trainer.publishing import delta_transports, policy_store
+from cairn.trainer.publishing.policy_store import PolicyStore
 from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
 from cairn.trainer.publishing.transports import Served
 
@@ -105,8 +114,8 @@ def test_what_is_no_delta_of_a_tensor_is_found_out(change: Callable[[bytes], byt
 class Trainer:
     """A model whose policies are published as bfloat16, and servers of it."""
 
-    def __init__(self, group: RankGroup, model: Path, run: Path, transport: str):
-        self.group, self.folder, self.transport = group, model, transport
+    def __init__(self, group: RankGroup, model: Path, run: Path, transport: str, url: str = ""):
+        self.group, self.folder, self.transport, self.url = group, model, transport, url
         self.model = AutoModelForCausalLM.from_pretrained(model)
         self.run = RunDirectory(run)
         self.step = 0
@@ -120,7 +129,8 @@ class Trainer:
             config_of(self.model, torch.bfloat16),
         )
         transport = TRANSPORTS[self.transport, "delta"](self.group, served)
-        self.publisher = VersionPublisher(self.run, ATTEMPT, self.group, transport, self.step)
+        store = PolicyStore(self.url, self.run.versions) if self.url else None
+        self.publisher = VersionPublisher(self.run, ATTEMPT, self.group, transport, self.step, store=store)
 
     def publish(self, change: float = 1e-4, *, last: bool = False) -> str:
         """Take a step, and publish the policy; returns its folder."""
@@ -136,11 +146,13 @@ class Trainer:
 
     @property
     def where(self) -> str:
-        return str(self.run.versions.folder(self.step))
+        """What servers are told."""
+        folder = self.run.versions.folder(self.step)
+        return read_json(folder / "stored.json")["url"] if self.url else str(folder)
 
     @property
     def is_whole(self) -> bool:
-        return (Path(self.where) / "model.safetensors").exists()
+        return (self.run.versions.folder(self.step) / "model.safetensors").exists()
 
     @property
     def published(self) -> Tensors:
@@ -185,9 +197,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer(
     group: RankGroup, model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Trainer]:
-    trainer = Trainer(group, model, tmp_path / "run", request.param)
-    yield trainer
-    trainer.publisher.close()
+    with contextlib.ExitStack() as stack:
+        url = ""
+        if request.param == "store":
+            stack.enter_context(s3_bucket(tmp_path / "s3"))
+            url = "s3://bucket/run/policies"
+        trainer = Trainer(group, model, tmp_path / "run", request.param, url)
+        yield trainer
+        trainer.publisher.close()
 
 
 def server(trainer: Trainer, available: int = 1 << 30) -> Staging:
@@ -195,6 +212,7 @@ def server(trainer: Trainer, available: int = 1 << 30) -> Staging:
 
 
 either = pytest.mark.parametrize("trainer", ["files", "network"], indirect=True)
+through_store = pytest.mark.parametrize("trainer", ["store"], indirect=True)
 in_files = pytest.mark.parametrize("trainer", ["files"], indirect=True)
 over_network = pytest.mark.parametrize("trainer", ["network"], indirect=True)
 
@@ -382,6 +400,132 @@ def test_a_chain_with_another_or_no_beginning_is_refused(trainer: Trainer):
         server(trainer).prepare(trainer.where)
 
 
+# Through an object store
+
+
+SMALL = 1e-6
+"""A change whose delta is a small part of a policy."""
+
+
+def bucket_of(trainer: Trainer) -> Path:
+    return trainer.run.path.parent / "s3" / "bucket" / "run" / "policies"
+
+
+def stored(trainer: Trainer) -> list[str]:
+    """The versions of which the object store has anything."""
+    return sorted(folder.name for folder in bucket_of(trainer).glob("*/*"))
+
+
+def file_of(trainer: Trainer, name: str) -> Path:
+    """The object of a file of the newest version."""
+    return next(bucket_of(trainer).glob(f"*/v{trainer.step}/{name}"))
+
+
+@through_store
+def test_a_server_elsewhere_downloads_what_has_changed(trainer: Trainer):
+    """To the bit, once; versions whose folders are gone leave the object store, and nothing stays behind."""
+    one = server(trainer)
+    assert trainer.follow(one, 1) > trainer.size
+    assert trainer.follow(one, 1, SMALL) < 0.3 * trainer.size, "the first version is still here"
+    assert trainer.follow(one, 4, SMALL) < 0.3 * trainer.size
+    one.prepare(trainer.where).__exit__()
+    assert trainer.serve(one) < 0.1 * trainer.size, "it has this very policy"
+    trainer.publish(SMALL)
+    assert trainer.follow(one, 1, SMALL) < 0.6 * trainer.size, "two deltas"
+    assert trainer.serve(server(trainer)) > trainer.size, "a new server: the whole one and all deltas"
+    assert stored(trainer) == [f"v{step}" for step in range(1, 9)]
+    trainer.publisher.close()
+    trainer.start()
+    trainer.publish()
+    trainer.run.versions.forget_before(trainer.step)
+    assert trainer.follow(one, 1, SMALL) < 1.1 * trainer.size, "a new process begins with a whole version"
+    assert set(stored(trainer)) == {"v9", "v10"}
+
+
+@through_store
+def test_damage_in_the_object_store_is_never_served(trainer: Trainer):
+    """What is missing in a server is asked for in full; what the object store lacks, too, is refused."""
+    one, other = server(trainer), server(trainer)
+    trainer.follow(one, 3)
+    trainer.serve(other)
+    trainer.publish()
+    file = file_of(trainer, "delta-0.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(Altered, match=r"delta-0.safetensors: bytes 0 to \d+ are not those that the trainer"):
+        one.prepare(trainer.where)
+    file.write_bytes(content[:-9])
+    with pytest.raises(Altered, match=r"delta-0.safetensors: bytes 0 to \d+ are not those"):
+        one.prepare(trainer.where)
+    file.unlink()
+    with pytest.raises(Altered, match=r"delta-0.safetensors: is not there"):
+        one.prepare(trainer.where)
+    file.write_bytes(content)
+    assert trainer.serve(one) > trainer.size, "it has given up what it had"
+    other._held.tensors["model.norm.weight"][0] += 1
+    assert trainer.serve(other) > trainer.size, "a wrong word in a server: all of it comes again"
+    trainer.publish()
+    listed = file_of(trainer, "policy.json")
+    for wrong in (b"{", b'{"../v1/model.safetensors": {"size": 0, "crc64nvme": []}}'):
+        listed.write_bytes(wrong)
+        with pytest.raises(Altered, match=r"policy\.json: "):
+            one.prepare(trainer.where)
+    listed.unlink()
+    with pytest.raises(Altered, match=f"v{trainer.step}: is not there"):
+        one.prepare(trainer.where)
+    trainer.publisher.close()
+    trainer.start()
+    assert trainer.follow(one, 1) > trainer.size
+
+
+@through_store
+def test_a_version_that_was_never_announced_leaves_the_object_store(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a kill of the trainer between its files and their list; and an object store that is away is
+    waited for."""
+    trainer.publish()
+    monkeypatch.setenv("CAIRN_FAULT", "policy.stored_files:EIO@1")
+    with pytest.raises(OSError, match="Input/output"):
+        trainer.publish()
+    assert stored(trainer) == ["v1", "v2"]
+    assert not list(bucket_of(trainer).glob("*/v2/policy.json"))
+    monkeypatch.delenv("CAIRN_FAULT")
+    trainer.start()
+    tried, put = [], Objects.put_folder
+
+    def away(*arguments: Any) -> Any:
+        tried.append(1)
+        if len(tried) < 3:
+            raise TransientError("nobody answers")
+        return put(*arguments)
+
+    monkeypatch.setattr(Objects, "put_folder", away)
+    monkeypatch.setattr(policy_store, "POLL_SECONDS", 0.01)
+    trainer.step = 1
+    trainer.publish()
+    trainer.serve(server(trainer))
+    assert len(tried) == 3
+    assert stored(trainer) == ["v1", "v2"], "those of the earlier process are gone"
+
+
+@through_store
+def test_a_server_waits_for_an_object_store_that_is_away(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
+    """And refuses for good what it may not read."""
+    monkeypatch.setattr("cairn.policy.stored.RETRY_SECONDS", 0.1)
+    trainer.publish()
+    for error, raised in ((TransientError, NotThere), (RemoteError, UnusableWeights)):
+
+        def fail(self: Any, name: str, error: type[Exception] = error) -> bytes:
+            raise error("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("cairn.run.object_store.ObjectReader.get", fail)
+            with pytest.raises(raised, match="no"):
+                server(trainer).prepare(trainer.where)
+    trainer.serve(server(trainer))
+
+
 # Over the network
 
 
@@ -411,3 +555,12 @@ def test_adapters_are_not_sent_as_deltas():
         with pytest.raises(ValueError, match=f'"{serve}" needs weight_encoding = "full"'):
             TrainerConfig(lora=LoraConfig(serve=serve), weight_encoding="delta")
     TrainerConfig(lora=LoraConfig(serve="merged"), weight_encoding="delta")
+
+
+def test_policies_for_servers_elsewhere_need_an_object_store():
+    """Below whose URL they lie; the policy that a run begins with goes there as well."""
+    with pytest.raises(ValueError, match=r'weight_transport = "store" needs --ckpt.remote, such as'):
+        TrainerConfig(weight_transport="store")
+    config = TrainerConfig(weight_transport="store", ckpt=CkptConfig(remote="s3://bucket/run/"))
+    assert (config.policies_url, config.publishes_first) == ("s3://bucket/run/policies", True)
+    assert config.model_copy(update={"weight_transport": "files"}).policies_url is None

@@ -31,6 +31,7 @@ from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAlter
 from cairn.policy.generation import SamplingParams, VersionSpan
 from cairn.policy.receiver import Source
 from cairn.run.errors import UsageError
+from cairn.run.files import write_json
 from cairn.run.machine import Machine
 from cairn.run.messages import Probe
 
@@ -47,6 +48,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.version, self.lives = "default", 0
         self.pushed: list[str] = []
+        self.paths: list[str] = []
         self.routes: list[dict] = []
         self.kept_cache: list[bool] = []
         self.salts: list[str] = []
@@ -120,6 +122,7 @@ class FakeServer:
             self.did.append(body["version"])
             self.version = body["version"]
             self.pushed.append(self.version)
+            self.paths.append(body["path"])
             self.kept_cache.append(body["keep_cache"])
             if self.adapters is not None:
                 self.adapters.append(f"{self.version}@{len(self.adapters)}")
@@ -847,6 +850,22 @@ async def test_a_server_that_joins_and_refuses_the_weights_ends_nothing(
         assert not other.asked
         assert caplog.text.count("can't join") == 1
         await other.die()
+
+
+@in_loop
+async def test_servers_are_told_where_an_object_store_has_a_version_now(tmp_path: Path):
+    """A trainer that was restarted has put it elsewhere, and a server that was restarted asks for it."""
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve(tmp_path, "v1")
+        assert fake.paths == [str(tmp_path)]
+        for url in ("s3://bucket/run/policies/a/v2", "s3://bucket/run/policies/b/v2"):
+            write_json(tmp_path / "stored.json", {"url": url})
+            if url.endswith("a/v2"):
+                await pool.serve(tmp_path, "v2")
+            else:
+                await fake.die()
+                await fake.start()
+            await until(lambda url=url: fake.paths[-1] == url)
 
 
 @in_loop

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
+from cairn.inference.vllm_command import copies_folder
 from cairn.model.adapters import Base
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.policy.checksums import checksum, write_checksums
@@ -43,7 +45,8 @@ def staging(folder: Path, dtype: torch.dtype = torch.float32, available: int = 1
         model=str(folder),
         word_embeddings_untied_by_checkpoint=False,
     )
-    return Staging(config, lambda: available, LARGE)
+    # Of which nothing is made unless a policy is downloaded.
+    return Staging(config, copies_folder(secrets.token_hex(4)), lambda: available, LARGE)
 
 
 def mapped(staged: Staged) -> Tensors:

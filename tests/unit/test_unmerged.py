@@ -22,12 +22,12 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.config.inference import InferenceConfig
 from cairn.inference.plugin.adapter_modules import AdapterModules
-from cairn.inference.plugin.adapters import HELD, AdapterCopies, Unmerged
+from cairn.inference.plugin.adapters import AdapterCopies, Unmerged
 from cairn.inference.plugin.middleware import CountingRequests, NamedOnly, OpenRequests
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.inference.server import Server
-from cairn.inference.vllm_command import adapter_folder
+from cairn.inference.vllm_command import HELD, copies_folder
 from cairn.model.adapters import PREFIX, Base
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import Altered
@@ -68,7 +68,7 @@ def adapter(folder: Path, base: Path, scale: float = 1.0, **about: Any) -> Path:
 
 
 def copies_of(model: Path, root: Path) -> AdapterCopies:
-    return AdapterCopies(str(model), torch.float32, 8, adapter_folder(secrets.token_hex(4), root))
+    return AdapterCopies(str(model), torch.float32, 8, copies_folder(secrets.token_hex(4), root))
 
 
 def test_a_copy_outlives_what_the_trainer_writes_over(model: Path, tmp_path: Path):
@@ -89,8 +89,8 @@ def test_a_copy_outlives_what_the_trainer_writes_over(model: Path, tmp_path: Pat
 def test_copies_of_killed_servers_are_deleted_and_of_others_kept(model: Path, tmp_path: Path):
     """A running server has its folder locked."""
     running = copies_of(model, tmp_path).add(str(adapter(tmp_path / "v1", model)))
-    left = tmp_path / "cairn-adapters-left"
-    starting = tmp_path / "cairn-adapters-starting"
+    left = tmp_path / "cairn-policies-left"
+    starting = tmp_path / "cairn-policies-starting"
     for folder in (left, starting):
         folder.mkdir()
     (left / HELD).touch()
@@ -108,7 +108,7 @@ def test_copies_go_with_the_server_that_is_killed_to_stop_it(
     server = Server(InferenceConfig(), str(model), tmp_path / "log", deaf=True)
     server._epoch = "e"
     server._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    copy = AdapterCopies(str(model), torch.float32, 8, adapter_folder("e")).add(
+    copy = AdapterCopies(str(model), torch.float32, 8, copies_folder("e")).add(
         str(adapter(tmp_path / "v1", model))
     )
     assert copy.folder.is_relative_to(tmp_path)

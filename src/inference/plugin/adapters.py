@@ -11,10 +11,7 @@ Runs inside vLLM's API process only.
 """
 
 import asyncio
-import atexit
-import fcntl
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Collection
@@ -36,7 +33,7 @@ from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.inference.plugin.middleware import OpenRequests
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Updates, WeightUpdate
 from cairn.inference.plugin.weight_files import UnusableWeights, identities, look_at
-from cairn.inference.vllm_command import NAME
+from cairn.inference.vllm_command import make_copies_folder
 from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
 from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums
@@ -46,8 +43,6 @@ from cairn.run.files import DamagedFile
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-HELD = "held"
-"""File in such a folder whose server has locked the folder."""
 MERGED = 'lora.serve = "merged" serves any adapter'
 
 
@@ -66,7 +61,7 @@ class AdapterCopies:
         model: what the server was started with; the adapters must be of it.
         dtype: in which the server computes.
         max_rank: the largest rank that it was started for.
-        folder: where to put the copies: one that is not there yet (see `adapter_folder`).
+        folder: where to put the copies: one that is not there yet (see `copies_folder`).
     """
 
     def __init__(self, model: str, dtype: torch.dtype, max_rank: int, folder: Path):
@@ -76,8 +71,7 @@ class AdapterCopies:
         self._began_with = identities(model)
         self._known: Base | None = None
         self._count = 0
-        self._folder = _made(folder)
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = make_copies_folder(folder)
 
     def add(self, path: str) -> AdapterCopy:
         """Check the adapter in the folder `path`, and copy it.
@@ -177,26 +171,6 @@ class AdapterCopies:
                 "with the base, inference --model.name BASE"
             ) from None
         self._known = record
-
-
-def _made(folder: Path) -> Path:
-    """Make the folder; those beside it are deleted whose servers, and what started them, were killed."""
-    for old in folder.parent.glob(f"{NAME}*/{HELD}"):
-        try:
-            fd = os.open(old.parent, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or just deleted
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old.parent, ignore_errors=True)
-        except OSError:  # its server runs
-            pass
-        finally:
-            os.close(fd)
-    folder.mkdir(mode=0o700)
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
-    (folder / HELD).touch()
-    return folder
 
 
 # The policies that requests may name.

@@ -33,7 +33,7 @@ from cairn.inference.plugin.middleware import (
     failure,
 )
 from cairn.inference.plugin.updates import NotTaken, PolicyUpdate, Swapping, Updates, WeightUpdate
-from cairn.inference.vllm_command import EXPERTS_SCHEDULER, adapter_folder, samples_of
+from cairn.inference.vllm_command import EXPERTS_SCHEDULER, copies_folder, samples_of
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
@@ -86,10 +86,10 @@ class CairnRoutes:
 
     def _ways_of(self, model: str, state: State) -> Updates:
         """How this server takes policies."""
-        config = self._engine.vllm_config
+        config, folder = self._engine.vllm_config, copies_folder(self._epoch)
         if config.lora_config is None:
-            return Swapping(self._engine)
-        folder, rank = adapter_folder(self._epoch), config.lora_config.max_lora_rank
+            return Swapping(self._engine, folder)
+        rank = config.lora_config.max_lora_rank
         copies = AdapterCopies(model, config.model_config.dtype, rank, folder)
         return Unmerged(self._engine, state.openai_serving_models, self._requests, copies)
 

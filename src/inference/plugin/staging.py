@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,13 +27,17 @@ from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.inference.plugin.policy_source import NotFinite, PolicyReader, PolicyTensors, Tensors
 from cairn.inference.plugin.shared_memory import ALIGNMENT, HeldPolicy, SharedMemory
 from cairn.inference.plugin.weight_files import WORKERS, UnusableWeights, identities
+from cairn.inference.vllm_command import make_copies_folder
 from cairn.model.adapters import is_adapter
 from cairn.policy.delta import digest_of
 from cairn.policy.errors import Altered, NotHeld, NotThere, Unchanged
 from cairn.policy.generation import DIRECT, Relay, Route
 from cairn.policy.receiver import Source
 from cairn.policy.relay import PolicyRelay
+from cairn.policy.stored import PolicyDownloads
+from cairn.run.errors import UsageError
 from cairn.run.machine import available_memory
+from cairn.run.object_store import RemoteError, is_url
 
 logger = init_logger("vllm.cairn")
 
@@ -118,12 +123,17 @@ class Staging:
 
     Args:
         config: vLLM's, of the model.
+        folder: where to put policies that are downloaded; made when it is needed (see `copies_folder`).
         available: tells how many bytes of memory are available.
         large: values of a tensor that is cast beforehand.
     """
 
     def __init__(
-        self, config: ModelConfig, available: Callable[[], int] = available_memory, large: int = LARGE
+        self,
+        config: ModelConfig,
+        folder: Path,
+        available: Callable[[], int] = available_memory,
+        large: int = LARGE,
     ):
         self._reader = PolicyReader(config)
         self._dtype = config.dtype
@@ -132,17 +142,21 @@ class Staging:
         self._large = large
         self._relay = PolicyRelay()
         self._held = HeldPolicy()
+        self._downloads = PolicyDownloads(partial(make_copies_folder, folder))
 
     def prepare(self, path: str, route: Route = DIRECT) -> Staged:
-        """Read or receive the policy of a folder, and check it.
+        """Read or receive the policy of a folder, or one that is downloaded, and check it.
 
         Args:
+            path: the folder, or a URL.
             route: how a policy in the trainer's memory comes here. If its `parent` does not send it whole, as
                 it was and in time, the trainer does.
 
         Raises:
             Refused, Altered, Gone, NotThere: it can't be had; see `PolicyReader.open`.
         """
+        if is_url(path):
+            return self._downloaded(path)
         self._relay.end()
         source = self._reader.source(path)
         if source is not None and source.deltas:
@@ -167,6 +181,28 @@ class Staging:
             except (RuntimeError, OSError) as error:
                 logger.warning("another server does not hand on %s, so the trainer is asked: %s", path, error)
         return self._received(path, source, size, replace(route, parent=None))
+
+    def _downloaded(self, url: str) -> Staged:
+        """A version in an object store: what has changed since the policy that is here, or else all of it."""
+        nbytes, has = 0, self._held.digest
+        while True:
+            try:
+                found = self._downloads.fetch(url, has)
+                nbytes += found.nbytes
+                staged = self.prepare(str(found.folder))
+                staged.came = nbytes
+                return staged
+            except Altered as error:
+                self._held.digest = ""
+                self._downloads.clear()
+                if not has:
+                    raise
+                logger.warning("%s is of no use here, so all of it is asked for: %s", url, error)
+                has = ""
+            except (RemoteError, UsageError) as error:
+                raise UnusableWeights(str(error)) from None
+            except OSError as error:  # such as a full disk, which other servers need not have
+                raise NotThere(f"{url} can't be downloaded: {error}") from None
 
     def _received(self, path: str, source: Source, size: int, route: Route) -> Staged:
         """What the trainer has in its memory, or another server in its place; handed on from here."""

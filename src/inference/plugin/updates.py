@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
@@ -29,7 +30,7 @@ CODES = {UnusableWeights.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.
 class WeightUpdate(BaseModel):
     """Body of `POST /cairn/update_weights`."""
 
-    # A directory, as this machine sees it.
+    # A directory, as this machine sees it, or the URL of a version in an object store.
     path: str = Field(min_length=1)
     version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
     # Whether requests in flight keep the keys and values that the old weights made of their tokens.
@@ -105,9 +106,10 @@ logger = init_logger("vllm.cairn")
 class Swapping(Updates):
     """Reads and checks weights, and puts them into the engine's place between two steps of generation."""
 
-    def __init__(self, engine: "AsyncLLM"):
+    def __init__(self, engine: "AsyncLLM", folder: Path):
+        """Take policies from now on; `folder`: where to put what is downloaded."""
         self._engine = engine
-        self._staging = Staging(engine.model_config)
+        self._staging = Staging(engine.model_config, folder)
         # Of data-parallel engines, too, each has workers that load on their own.
         self._alone = engine.vllm_config.parallel_config.world_size_across_dp == 1
 

@@ -10,7 +10,8 @@ from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import DIRECT, Generation, Relay, Route, ServedAdapter
 from cairn.policy.receiver import read_source
-from cairn.run.messages import PolicyName, Probe
+from cairn.run.files import read_note
+from cairn.run.messages import STORED, PolicyName, Probe, StoredVersion
 from cairn.run.waiting import Backoff
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ PROOFS = 3
 class Weights:
     """A policy version that servers are given.
 
-    folder: where its tensors are, or the address of the trainer that sends them. size: bytes of its tensors.
+    folder: where its tensors are, or the address of the trainer that sends them, or the URL where an object
+    store has them. size: bytes of its tensors.
     in_memory: whether the trainer sends them from its memory.
     probe: tokens and the trainer's logprobs, which a server has to reproduce before its answers count.
     probe_follows: the probe is still to come, and no answer counts until then.
@@ -130,8 +132,11 @@ class Member:
         self._settle(False)  # what waits for an earlier proof is asked again
         self._proving, self._proof = weights.version, asyncio.get_running_loop().create_future()
         try:
+            # Read each time: a trainer that was restarted has put the version elsewhere.
+            stored = read_note(Path(weights.folder) / STORED, StoredVersion)
+            where = weights.folder if stored is None else stored.url
             status = await self.client.update_weights(
-                weights.folder, weights.version, keep_cache=keep_cache, route=route
+                where, weights.version, keep_cache=keep_cache, route=route
             )
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
             self.adapter = status.served_adapter

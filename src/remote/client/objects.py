@@ -148,11 +148,14 @@ class Objects(ObjectReader):
         except _Local as error:
             raise error.cause from None
 
-    def put_folder(self, folder: Path, journal: Path, stage: Stage) -> None:
+    def put_folder(self, folder: Path, journal: Path, stage: Stage) -> Listing:
         """Put all files of a local folder under their names in it, the largest first.
 
         Args:
             journal: a file for notes about what was sent.
+
+        Returns:
+            What was put.
 
         Raises:
             Damaged: a file was changed meanwhile.
@@ -168,6 +171,7 @@ class Objects(ObjectReader):
                 self.put(name, b"".join(content.pieces()))
             else:
                 self.put_parts(name, content, sent.parts(name))
+        return listing
 
     def unfinished(self, prefix: str) -> "Sequence[Unfinished]":
         """The uploads in parts that were begun below `prefix`, and neither completed nor aborted.

@@ -17,13 +17,14 @@ from cairn.run import heartbeat
 from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
-from cairn.run.messages import ROUNDING, Attempt, Probe, write_probe
+from cairn.run.messages import ROUNDING, STORED, Attempt, Probe, write_probe
 from cairn.run.seeds import derive
 from cairn.trainer.backends.backend import Backend
 from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.publishing.delta_transports import DeltaFileTransport, DeltaNetworkTransport
+from cairn.trainer.publishing.policy_store import PolicyStore
 from cairn.trainer.publishing.transports import (
     FileTransport,
     Filling,
@@ -39,6 +40,9 @@ TRANSPORTS: dict[tuple[str, str], type[Transport]] = {
     ("files", "delta"): DeltaFileTransport,
     ("network", "full"): NetworkTransport,
     ("network", "delta"): DeltaNetworkTransport,
+    # With a `PolicyStore`, which gets the same files.
+    ("store", "full"): FileTransport,
+    ("store", "delta"): DeltaFileTransport,
 }
 """By what the settings `weight_transport` and `weight_encoding` have for each."""
 CLOSE_SECONDS = 30.0
@@ -56,6 +60,7 @@ class VersionPublisher:
         step: the number of optimiser steps that the weights have seen so far.
         make_probe: scores the probe that servers are checked by, on all ranks; None: they are not checked.
         before_announcing: called on all ranks before the orchestrator may have servers load the policy.
+        store: where versions are put for servers that do not see their folders.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class VersionPublisher:
         step: int,
         make_probe: Callable[[], Probe] | None = None,
         before_announcing: Callable[[], None] = lambda: None,
+        store: PolicyStore | None = None,
     ):
         self.run = run
         self.attempt = attempt
@@ -74,6 +80,7 @@ class VersionPublisher:
         self._transport = transport
         self._make_probe = make_probe
         self._before_announcing = before_announcing
+        self._store = store
         self._ranks = group.rendezvous("publish")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -92,14 +99,15 @@ class VersionPublisher:
         That of a new run is in its model's folder, and is published only to servers that take nothing but
         adapters. That of a checkpoint is in its folder, but is published anew if that holds an adapter, or if
         policies are published in another data type: what servers compute from is then the same whether the
-        run was interrupted or not.
+        run was interrupted or not. Through an object store both are published, as servers see no folder.
         """
         began = self.run.versions.beginning(self.attempt) is not None
         if self.group.any_of(began)[0]:  # by an earlier process of this attempt; servers may be reading it
             return
         served = self._transport.served
         resumes = self.attempt.resume_from is not None
-        publishes = (not served.saved or served.rounds) if resumes else self.attempt.publishes_first
+        differs = not served.saved or served.rounds or self._store is not None
+        publishes = differs if resumes else self.attempt.publishes_first
         probe = self._make_probe and self._make_probe()
         folder = self.run.versions.folder(step)
         if publishes:
@@ -159,7 +167,8 @@ class VersionPublisher:
         """Wait until the newest version is announced; raises as `check`."""
         if self._thread is not None:
             if self._thread.is_alive():
-                heartbeat.doing("waiting until the newest policy is announced")
+                what = "waiting until the newest policy is announced"
+                heartbeat.doing(what, waiting=self._store is not None)  # which may be away
             self._thread.join()
             self._thread = None
         self.check()
@@ -209,6 +218,7 @@ class VersionPublisher:
             except OSError:
                 unfinished.mkdir(parents=True)
             remove_checksums(unfinished)  # of what was here before
+            (unfinished / STORED).unlink(missing_ok=True)
             filling.begin(unfinished)
         self._ranks.gather("", self._check_wanted)
         written = filling.write(unfinished, self._check_wanted)
@@ -222,6 +232,8 @@ class VersionPublisher:
             if probe:
                 write_probe(unfinished, probe)
         filling.finish(unfinished, written)
+        if self._store is not None and self.group.rank == 0:
+            self._store.put(unfinished, folder.name, self._check_wanted)
 
     def _check_wanted(self) -> None:
         if self._given_up.is_set():

@@ -24,6 +24,7 @@ from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, RankBatch
+from cairn.trainer.publishing.policy_store import PolicyStore
 from cairn.trainer.publishing.publisher import (
     TRANSPORTS,
     GpuTurns,
@@ -84,6 +85,7 @@ class RL(Task):
             state.progress.step,
             partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
             before_announcing=sharing.make_room,
+            store=None if config.policies_url is None else PolicyStore(config.policies_url, run.versions),
         )
         self._batches = ShippedBatches(
             run, attempt, config.batch_timeout, sharing, check=self._publisher.check
