@@ -280,9 +280,9 @@ def _import_from(source: Path, model: Path | None, arguments: Import) -> int:
     for key, value in content.settings.items():
         say(f"the source's {key}: {value}")
     if weights_only:
-        of_url = " a local copy of" if isinstance(output_dir, str) else ""
-        say(f"{folder} holds weights only; start a run from{of_url} them with")
-        say(f"  --model.name {folder if isinstance(folder, Path) else 'COPY/checkpoints/' + made.name}")
+        of_url = isinstance(output_dir, str)
+        say(f"{folder} holds weights only; start a run from{' a local copy of' * of_url} them with")
+        say(f"  --model.name {'COPY/checkpoints/' + made.name if of_url else folder}")
         if content.critic is not None:
             say(f"  --trainer.critic.model {folder}  # its critic, for one that the run shall have")
     else:

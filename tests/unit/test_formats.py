@@ -305,7 +305,7 @@ def test_weights_in_one_file(ckpt, family: str, tmp_path: Path, entry: str | Non
     assert (refused.code, "--model FOLDER" in refused.output) == (2, True)
     finished = ckpt("import", tmp_path / "weights.pt", tmp_path / "run", "--model", folder)
     assert finished.code == 0, finished.output
-    assert "--model.name" in finished.output
+    assert f"--model.name {tmp_path / 'run' / 'checkpoints' / 'step_1'}\n" in finished.output
     assert ("left out: epoch" in finished.output) == bool(entry)
     step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(1)
     assert verify(step).parts == ["model"]

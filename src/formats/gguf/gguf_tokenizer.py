@@ -25,15 +25,19 @@ _QWEN35 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
-    "qwen2": (_QWEN2, False),
-    "qwen35": (_QWEN35, False),
-    "llama-bpe": (_LLAMA3, True),
-    "smaug-bpe": (_LLAMA3, False),
-    "gpt-2": (None, False),
+DIGITS = {"type": "Digits", "individual_digits": True}
+PRE_TOKENIZERS: dict[str, tuple[str | None, bool, bool]] = {
+    "qwen2": (_QWEN2, False, False),
+    "qwen35": (_QWEN35, False, False),
+    "llama-bpe": (_LLAMA3, False, True),
+    "smaug-bpe": (_LLAMA3, False, False),
+    "gpt-2": (None, False, False),
+    "smollm": (None, True, False),
+    "starcoder": (None, True, False),
+    "refact": (None, True, False),
 }
-"""By the name that GGUF has for it: the pattern that splits text (None: that of GPT-2), and whether a piece
-of text that is a token as a whole is taken without merges."""
+"""By the name that GGUF has for it: the pattern that splits text (None: that of GPT-2), whether each digit is
+split off before, and whether a piece of text that is a token as a whole is taken without merges."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens in GGUF."""
 SPACE = "\u2581"
@@ -111,8 +115,9 @@ def write_tokenizer(values: Mapping[str, Any], folder: Path) -> None:
     """Write the tokenizer that the metadata describes, the inverse of `tokenizer_metadata`.
 
     transformers' `convert_gguf_tokenizer` (5.19) makes another one: it has no NFC, does not take the whole
-    pieces of Llama 3 without merges, adds no tokens around a text, takes unused numbers for tokens, and drops
-    special tokens with characters beyond the alphabet of bytes, such as DeepSeek's.
+    pieces of Llama 3 without merges, does not split off SmolLM's digits, adds no tokens around a text, takes
+    unused numbers for tokens, and drops special tokens with characters beyond the alphabet of bytes, such as
+    DeepSeek's.
 
     Raises:
         CheckpointError: it is not a byte-level BPE with a name that is known.
@@ -127,7 +132,7 @@ def write_tokenizer(values: Mapping[str, Any], folder: Path) -> None:
             f"the tokenizer (model {kind!r}, pre-tokenizer {name!r}) can't be made from the file's metadata; "
             "give the folder with config.json and tokenizer with --model FOLDER"
         )
-    pattern, whole_pieces = PRE_TOKENIZERS[name]
+    pattern, digits, whole_pieces = PRE_TOKENIZERS[name]
     try:
         tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
         merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
@@ -144,11 +149,12 @@ def write_tokenizer(values: Mapping[str, Any], folder: Path) -> None:
     if name.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    first: list[Any] = []
     if pattern is not None:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
-    else:
-        tokenizer.pre_tokenizer = by_bytes
+        first = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    elif digits:
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, by_bytes]) if first else by_bytes
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, USER_DEFINED):
@@ -202,11 +208,12 @@ def _pre_tokenizer(path: Path, definition: Mapping[str, Any]) -> str:
     ):
         pattern = parts[0]["pattern"].get("Regex")
     bytes_alone = parts[-1]["type"] == "ByteLevel" and not parts[-1]["add_prefix_space"]
-    by_gpt2 = len(parts) == 1 and parts[0].get("use_regex", True)
+    digits = len(parts) == 2 and parts[0] == DIGITS
+    by_gpt2 = (len(parts) == 1 or digits) and parts[-1].get("use_regex", True)
     by_pattern = pattern is not None and not parts[-1].get("use_regex", True)
     whole_pieces = bool(definition["model"].get("ignore_merges"))
     for name, known in PRE_TOKENIZERS.items():
-        if bytes_alone and (by_gpt2 or by_pattern) and known == (pattern, whole_pieces):
+        if bytes_alone and (by_gpt2 or by_pattern) and known == (pattern, digits, whole_pieces):
             return name
     raise _refused(
         path,
