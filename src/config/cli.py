@@ -301,6 +301,8 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
         return hints.of_another_type(setting, root, problem["loc"][-2])
     if kind == "extra_forbidden":
         return hints.unknown_setting(path, root, hidden_settings(root), given)
+    if setting and path and number is not None and (table := hints.table_of(setting)):
+        return _in_table(problem, problem["loc"][number:], settings_of(table))
     if kind == "missing" and setting and setting.is_positional:
         return "it must be given; --help says what it is"
     if kind == "value_error":
@@ -311,6 +313,8 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         return f"{given!r} is not one of {', '.join(choices)}{one_of(given, choices)}"
+    if kind == "string_pattern_mismatch" and setting:
+        return f"{given!r} is not what it may be: {setting.doc}"
     if setting and setting.kind == "section":
         first = next(iter(setting.children.values())).flag
         return f"{given!r} is one value, but this is a section; did you mean {first}?"
@@ -320,6 +324,31 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
     expected, _, how = kind.partition("_")
     if expected in KINDS and how in ("parsing", "type", "from_float", "unicode"):
         return f"{given!r} is not {KINDS[expected]}"
+    if kind == "dict_type":
+        return f"{given!r} is not a table"
     if kind in ("list_type", "tuple_type"):
         return f"{given!r} is not a list"
     return problem["msg"]
+
+
+def _in_table(problem: Any, place: tuple[int | str, ...], table: Setting) -> str:
+    """The message about a value in one of a list of tables.
+
+    Args:
+        place: the number of the table, counted from 0, and the keys in it, with pydantic's markers.
+        table: the settings that it may have.
+    """
+    keys: tuple[str, ...] = ()
+    for part in place[1:]:
+        if isinstance(part, str) and table.find((*keys, part)):
+            keys = (*keys, part)
+    where, setting = f"table {int(place[0]) + 1}", table.find(keys)
+    if not keys or setting is None:
+        whole = problem["type"] == "model_type"
+        return f"{where}: " + (f"{problem['input']!r} is no table" if whole else _plain((), problem, table))
+    name = ".".join(keys)
+    if problem["type"] == "missing":
+        return f"{where} lacks {name}: {setting.doc}"
+    if setting.kind == "section" and problem["type"] == "model_type":
+        return f"{where}, {name}: {problem['input']!r} is one value, but this is a table"
+    return f"{where}, {name}: {_plain(keys, {**problem, 'loc': keys}, table)}"

@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from cairn.config.other_names import BATCH_SIZES, MISSING, NOTES, RENAMED
 from cairn.config.settings import Setting
@@ -72,6 +72,11 @@ def of_another_type(setting: Setting, root: Setting, now: object) -> str:
     return f"it is a setting of type {' and '.join(owners)}, and type is {now}"
 
 
+def table_of(tables: Setting) -> Any:
+    """The class of a list's tables; None if its values are no tables."""
+    return next((one for one in get_args(tables.annotation) if hasattr(one, "model_fields")), None)
+
+
 def unknown_in_table(
     tables: Setting, place: tuple[int | str, ...], root: Setting, hidden: set[tuple[str, ...]]
 ) -> str:
@@ -86,7 +91,7 @@ def unknown_in_table(
     number = int(place[0]) + 1
     said = f"table {number} has {'.'.join(keys)!r}, and there is no such setting in a [[{tables.name}]] table"
     known = {leaf.path: leaf for leaf in root.leaves() if leaf.path not in hidden}
-    model = next((one for one in get_args(tables.annotation) if hasattr(one, "model_fields")), None)
+    model = table_of(tables)
     unlisted: frozenset[str] = getattr(model, "unlisted", frozenset())
     fields = [name for name in getattr(model, "model_fields", ()) if name not in unlisted]
     if len(keys) == 1 and (close := one_of(keys[0], fields)):
