@@ -1,4 +1,4 @@
-"""Make the files of the example task in configs/calculator: tokenizer, model configuration, demonstrations.
+"""Make the files of the example task in recipes/calculator: tokenizer, model configuration, demonstrations.
 
 The files are committed; this script documents how they were made. The same seed makes the same files.
 """
@@ -90,4 +90,4 @@ def demonstrations(count: int, seed: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    write_task(__doc__.splitlines()[0], "configs/calculator", 2048, make_tokenizer(), demonstrations)
+    write_task(__doc__.splitlines()[0], "recipes/calculator", 2048, make_tokenizer(), demonstrations)

@@ -1,4 +1,4 @@
-"""Make the demonstrations of the example task in configs/reasoning_gym, words and their letters backward.
+"""Make the demonstrations of the example task in recipes/spell_backward, words and their letters backward.
 
 The file is committed; this script documents how it was made. The same seed makes the same file. It needs the
 dependency group reasoning-gym.
@@ -39,7 +39,7 @@ def demonstrations(folder: Path, count: int, seed: int) -> list[dict]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, default=Path("configs/reasoning_gym"), help="has rl.toml; where to write"
+        "--folder", type=Path, default=Path("recipes/spell_backward"), help="has rl.toml; where to write"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
     parser.add_argument("--records", type=int, default=4096, help="number of demonstrations")

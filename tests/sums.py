@@ -1,4 +1,4 @@
-"""The task of configs/calculator as users bring it. It needs the standard library only.
+"""The task of recipes/calculator as users bring it. It needs the standard library only.
 
 Each notes what it does in files of a folder, a line each: `started` the environments' processes and agents,
 `judged` the conversations of the tries to reward an agent, `restored` the number of steps in the

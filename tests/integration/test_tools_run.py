@@ -13,7 +13,7 @@ from sums import PROBLEMS
 
 pytestmark = pytest.mark.timeout(900)
 
-CALCULATOR = "configs/calculator"
+CALCULATOR = "recipes/calculator"
 PROMPTS, SAMPLES, STEPS = 8, 4, 3
 
 

@@ -10,7 +10,7 @@ from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.completion.conversation import Conversation
 from cairn.orchestrator.environments.calculator import Calculator
 
-FOLDER = Path("configs/calculator")
+FOLDER = Path("recipes/calculator")
 
 
 def test_problems_follow_from_the_seed_and_rewards_from_the_characters():
