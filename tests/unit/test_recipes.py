@@ -1,0 +1,170 @@
+"""Recipes: their files belong together; the program that runs them says what is the same and what is not."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cairn.config.cli import COMMANDS, load
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import recipe as program
+from recipe import ROOT, Recipe, RecipeRun, recipes, table
+
+WRITES = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[1]); out.mkdir(parents=True, exist_ok=True)
+steps = int(sys.argv[sys.argv.index("--max-steps") + 1]) if "--max-steps" in sys.argv else 4
+rows = [{"step": i + 1, "loss": 1 / (i + 1 + int(sys.argv[2]))} for i in range(steps)]
+(out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+with open("ran", "a") as file: print(out, file=file)
+"""
+
+
+def toml(*stages: str, head: str = "") -> str:
+    about = 'title = "A title"\nmodel = "a model"\naxis = "loss"\nseeds = [0, 1]\n'
+    return about + head + "".join(f"\n[[stages]]\n{stage}\n" for stage in stages)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with one stage that writes four rows, and one that checks what it was given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "writes.py").write_text(WRITES)
+    made = tmp_path / "mine"
+    made.mkdir()
+    (made / "recipe.toml").write_text(
+        toml(
+            'name = "first"\ncommand = "{python} writes.py {out} {seed}"\ncurve = "loss"\ndrawn = true',
+            'name = "second"\ncommand = "{python} -c pass {first}"',
+            head="check = { first = 2 }\n",
+        )
+    )
+    return made
+
+
+def main(*argv: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["recipe.py", *map(str, argv)])
+    return program.main()
+
+
+def test_a_recipe_is_run_once_and_its_results_come_from_the_run_directories(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(folder, monkeypatch=monkeypatch) == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert results["stages"]["first"]["1"]["curve"] == [1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert (
+        results["stages"]["first"]["0"]["command"] == "python writes.py outputs/recipes/mine/seed_0/first 0"
+    )
+    assert results["versions"]["torch"]
+    assert (folder / "results.png").stat().st_size > 1000
+    assert len(Path("ran").read_text().splitlines()) == 2
+    assert main(folder, monkeypatch=monkeypatch) == 0
+    assert len(Path("ran").read_text().splitlines()) == 2, "what is done is not repeated"
+    assert main(folder, "--check", "--outputs", "again", monkeypatch=monkeypatch) == 0
+    assert "steps 1 to 2, loss: the same to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("factor", "instructions", "code", "said"),
+    [
+        (1.0, "AVX2", 0, "the same to the bit"),
+        (1.0 + 1e-6, "AVX2", 1, "the same to rounding"),
+        (1.0 + 1e-6, "others", 0, "the same to rounding"),
+        (1.01, "others", 1, ", not "),
+    ],
+)
+def test_first_steps_are_compared(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    factor: float,
+    instructions: str,
+    code: int,
+    said: str,
+):
+    """To the bit where the instructions are the same, else to rounding."""
+    monkeypatch.setattr(program, "machine", lambda: {"instructions": "AVX2"})
+    assert main(folder, monkeypatch=monkeypatch) == 0
+    path = folder / "results.json"
+    results = json.loads(path.read_text())
+    results["machine"]["instructions"] = instructions
+    first = results["stages"]["first"]["0"]
+    first["curve"] = [value * factor for value in first["curve"]]
+    path.write_text(json.dumps(results))
+    assert main(folder, "--check", "--outputs", "again", monkeypatch=monkeypatch) == code
+    assert said in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_before_anything_runs(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    path = folder / "recipe.toml"
+    text = path.read_text()
+    with pytest.raises(SystemExit, match="no results to compare with"):
+        main(folder, "--check", monkeypatch=monkeypatch)
+    path.write_text('packages = ["no_such_package"]\n' + text)
+    with pytest.raises(SystemExit, match="uv pip install no-such-package"):
+        main(folder, monkeypatch=monkeypatch)
+    path.write_text('data = { texts = "a folder of texts" }\n' + text)
+    with pytest.raises(SystemExit, match="--data texts=PATH is missing: a folder of texts"):
+        main(folder, monkeypatch=monkeypatch)
+    with pytest.raises(SystemExit, match="--data other: the recipe does not ask for that"):
+        main(folder, "--data", "texts=a", "other=b", monkeypatch=monkeypatch)
+    path.write_text("titel = 3\n" + text)
+    with pytest.raises(SystemExit, match=r"recipe\.toml.*\n.*\n?titel"):
+        main(folder, monkeypatch=monkeypatch)
+    with pytest.raises(SystemExit, match=r"is no recipe: it has no recipe\.toml"):
+        main(folder.parent, monkeypatch=monkeypatch)
+    assert not Path("ran").exists()
+    path.write_text(toml('name = "one"\ncommand = "{python} -c 1/0"'))
+    with pytest.raises(SystemExit, match="ended with exit code 1; the same command goes on from there"):
+        main(folder, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("folder", recipes(), ids=lambda path: path.name)
+def test_the_commands_of_a_recipe_can_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their settings are read; what they name of earlier stages is one, and so is what is checked."""
+    monkeypatch.chdir(ROOT)
+    run = RecipeRun(folder, {})
+    run.recipe = run.recipe.model_copy(update={"packages": []})
+    names = [stage.name for stage in run.recipe.stages]
+    assert set(run.recipe.check) <= set(names)
+    assert {name for some in run.recipe.equal for name in some} <= set(names)
+    for i, stage in enumerate(run.recipe.stages):
+        used = set(re.findall(r"\{([\w.]+)\}", stage.command))
+        known = {"python", "seed", "out", *names[:i]}
+        known |= {f"data.{name}" for name in run.recipe.data} | {
+            f"package.{n}" for n in recipe_of(folder).packages
+        }
+        assert used - {"question"} <= known, stage.name
+        words = run.words(stage, 0)
+        if words[0] in COMMANDS:
+            load(COMMANDS[words[0]], words[1:])
+        scripts = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / script).is_file() for script in scripts)
+
+
+def recipe_of(folder: Path) -> Recipe:
+    return RecipeRun(folder, {}).recipe
+
+
+@pytest.mark.parametrize("folder", recipes(), ids=lambda path: path.name)
+def test_results_are_those_of_the_recipe(folder: Path):
+    path = folder / "results.json"
+    if not path.exists():
+        return
+    results = json.loads(path.read_text())
+    recipe = recipe_of(folder)
+    assert list(results["stages"]) == [stage.name for stage in recipe.stages]
+    assert (results["title"], results["model"]) == (recipe.title, recipe.model)
+    assert all(one["same_bits"] for one in results["equal"])
+    assert "/root" not in path.read_text()
+    assert (folder / "results.png").exists()
+
+
+def test_the_page_of_results_is_made_from_them():
+    written = program.TABLE.read_text().splitlines()
+    assert written == list(table()), "uv run scripts/recipe.py --table"
