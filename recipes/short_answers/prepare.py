@@ -1,4 +1,4 @@
-"""Make sums of two numbers: python prepare.py OUT
+"""Make questions for the largest of three numbers: python prepare.py OUT
 
 The seed is fixed: all runs have the same problems, and the held-out ones are others.
 """
@@ -11,12 +11,14 @@ from pathlib import Path
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    pairs = [(a, b) for a in range(2, 40) for b in range(2, 40)]
-    random.Random(0).shuffle(pairs)
-    for name, some in {"train": pairs[:1200], "held_out": pairs[1200:1328]}.items():
+    draws = random.Random(0)
+    problems = {tuple(draws.sample(range(10, 100), 3)): None for _ in range(1400)}
+    made = list(problems)
+    for name, some in {"train": made[:1200], "held_out": made[1200:1328]}.items():
         with (out / f"{name}.jsonl").open("w") as file:
-            for a, b in some:
-                print(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}), file=file)
+            for a, b, c in some:
+                prompt = f"Which number is the largest, {a}, {b} or {c}?"
+                print(json.dumps({"prompt": prompt, "answer": str(max(a, b, c))}), file=file)
 
 
 if __name__ == "__main__":
