@@ -39,17 +39,22 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages, and the changelog, which lies at the root."""
+    """Add the generated pages, the changelog, which lies at the root, and the figures of recipes."""
     from mkdocs.structure.files import File
 
     changes = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     for path, text in {**generated_pages(), "CHANGELOG.md": changes}.items():
         files.append(File.generated(config, path, content=text))
+    for figure in sorted(ROOT.glob("recipes/*/results.png")):
+        path = f"results/{figure.parent.name}.png"
+        files.append(File.generated(config, path, abs_src_path=str(figure)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Show links out of docs/ as text: the site has no page of theirs."""
+    """Show links out of docs/ as text: the site has no page of theirs. Figures of recipes it has."""
+    to_results = os.path.relpath("results", Path(page.file.src_uri).parent)
+    markdown = re.sub(r"\((?:\.\./)+recipes/(\w+)/results\.png\)", rf"({to_results}/\1.png)", markdown)
     return without_links_out(markdown, (DOCS / page.file.src_uri).parent)
 
 
