@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.middleware import MAX_BODY
 from cairn.inference.server import Server, ServerProgress
+from cairn.launch.main import main
 from cairn.orchestrator.completion.chat import ChatFormat, StopWatch
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
@@ -206,6 +208,36 @@ def test_an_answer_ends_where_the_context_does_which_the_server_tells(
             await client.generate(full, SamplingParams(max_tokens=1, seed=1))
 
     with_client(inference_server, job)
+
+
+def test_a_chat_with_a_running_server_and_with_one_of_its_own(
+    inference_server: Server,
+    tiny_model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Both say the same of the same weights. The server that `cairn chat` starts is gone afterwards."""
+    model = tiny_model(tied=True, seed=0)
+
+    def chat(*arguments: object) -> list[str]:
+        """What is printed but for the lines about servers; `#` separates answers."""
+        fixed = ("--temperature", 0, "--max-tokens", 8)
+        monkeypatch.setattr(sys, "argv", ["cairn", "chat", *map(str, (*arguments, *fixed))])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n/reset\nabc\nxyz\n/reset\n" + 300 * "a" + "\n"))
+        assert main() == 0
+        printed = capsys.readouterr().out.partition("talking to ")[2].partition("\n")[2]
+        return printed.split("the conversation begins anew\n")
+
+    with_client(inference_server, lambda client: client.update_weights(model, "chat"))
+    first, goes_on, too_long = chat("--server", inference_server.url)
+    assert first.strip()
+    assert goes_on.startswith(first)
+    assert len(goes_on) > len(first)
+    assert "the server refuses it (400): " in too_long
+    logs = {*token_file(inference_server.url).parent.glob("*.json")}
+    with forking_servers():
+        assert chat(model, "--kv-cache-memory", "64M") == [first, goes_on, too_long]
+        assert {*token_file(inference_server.url).parent.glob("*.json")} <= logs, "no server is left"
 
 
 def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
