@@ -254,9 +254,15 @@ def _close(now: float | None, then: float | None) -> bool:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command of the environment that this program runs in; a signal reaches it by the terminal."""
+    """Run a command of the environment that this program runs in; a signal reaches it by the terminal.
+
+    Rewards in the recipes' folders are modules below the current folder.
+    """
     own = Path(sys.executable).parent / words[0]
-    process = subprocess.Popen([str(own) if own.exists() else words[0], *words[1:]])
+    path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [str(own) if own.exists() else words[0], *words[1:]], env={**os.environ, "PYTHONPATH": path}
+    )
     while True:
         try:
             return process.wait()

@@ -24,7 +24,6 @@ WITHOUT = {
     "inference/pool/membership.py: {} has not answered for {} s": "it is asked again until server_timeout",
     "remote/client/s3.py: {}: {} bytes took longer than {} s": "the caller tries again",
     "tools/chaos/plan.py:  for {} s": "a fault that lasts so long",
-    "tools/chaos/run.py: still running after {} s, at step {}": "a finding, not a wait",
     "run/processes.py: ; the same again, after {} s, stops at once": "how to stop a run",
     "launch/display.py: {} for {} s": "what a run waits for at the moment, with its own deadline",
     "orchestrator/loop.py: {} for {} s": "the oldest call of user code, in a sign of life",

@@ -147,9 +147,16 @@ class ChaosRun:
         self.down = self.asked_to_stop = self._disturbed = self._moved = False
 
     def _see_through(self) -> None:
-        end = time.monotonic() + DEADLINE
+        end, furthest = 0.0, (-1, 0, 0)
         while True:
             self.watch.look()
+            progress = (
+                max(self.watch.step, furthest[0]),
+                len(self.result.struck) + len(self.result.missed),
+                sum((self.once / fault.target).exists() for fault in self.faults),
+            )
+            if progress != furthest:
+                end, furthest = time.monotonic() + DEADLINE, progress
             if self.process.poll() is not None:
                 if self._is_over():
                     return
@@ -163,7 +170,7 @@ class ChaosRun:
             self.disasters.do_what_is_due()
             if time.monotonic() > end:
                 self.result.violations.append(
-                    f"still running after {DEADLINE:g} s, at step {self.watch.step}"
+                    f"{DEADLINE:g} s without a new step or disaster, at step {self.watch.step}"
                 )
                 return
             time.sleep(0.03)

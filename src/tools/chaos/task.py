@@ -19,7 +19,7 @@ from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import Proxy
 
 DEADLINE = 600.0
-"""Seconds after which a run, or the start of a server, counts as hung."""
+"""Seconds after which a run without a new step or disaster, or the start of a server, counts as hung."""
 
 
 class SharedServer:
