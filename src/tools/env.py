@@ -5,12 +5,13 @@ refuse is refused here.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ class Try(ToolCommand):
 
     def execute(self) -> int:
         config = OrchestratorConfig(environment=EnvironmentConfig(name=self.environment, args=self.args))
-        logging.getLogger("cairn.orchestrator").setLevel(logging.CRITICAL)  # what fails is shown here
+        with _unlogged():  # what fails is shown here
+            return self._try(config)
+
+    def _try(self, config: OrchestratorConfig) -> int:
         answers = _Answers(self.answer)
         shown = _Shown(self.tokenizer, quiet=self.as_json)
         try:
@@ -90,6 +94,18 @@ class Try(ToolCommand):
         if self.as_json:
             print_json({"environment": self.environment, "problem": self.problem, **found})
         return 0
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Log nothing of the orchestrator's that is not critical."""
+    log = logging.getLogger("cairn.orchestrator")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class TryFailed(CairnError):

@@ -223,7 +223,7 @@ def test_a_chat_with_a_running_server_and_with_one_of_its_own(
         """What is printed but for the lines about servers; `#` separates answers."""
         fixed = ("--temperature", 0, "--max-tokens", 8)
         monkeypatch.setattr(sys, "argv", ["cairn", "chat", *map(str, (*arguments, *fixed))])
-        monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n/reset\nabc\nxyz\n/reset\n" + 300 * "a" + "\n"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n/reset\nabc\nxyz\n/reset\n" + 1100 * "a" + "\n"))
         assert main() == 0
         printed = capsys.readouterr().out.partition("talking to ")[2].partition("\n")[2]
         return printed.split("the conversation begins anew\n")
