@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 
 TUTORIALS = REPOSITORY / "docs/tutorials"
 PAGES = ("first-sft", "first-rl", "first-agent")
-AGENT = ["--model.name", "configs/calculator/model", "--model.init-seed", "0"]
+AGENT = ["--model.name", "recipes/calculator/model", "--model.init-seed", "0"]
 """In place of the model that a run would have made which is not made here."""
 ADDED = {
     "sft @ my_first/sft.toml": ["--max-steps", "2"],
@@ -58,6 +58,7 @@ for sys.argv in {typed!r}:
 def folder(tmp_path: Path) -> Path:
     """A clone in which the files of all tutorials lie."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     for page in PAGES:
         text = (TUTORIALS / f"{page}.md").read_text()
         for block, name in re.findall(r"^```(?:python|toml)\n(# (my_[\w/.]+)\n.*?)^```", text, re.M | re.S):
