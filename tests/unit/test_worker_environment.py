@@ -78,7 +78,7 @@ def test_paths_do_not_depend_on_the_current_folder(
 def test_a_worker_takes_over_modules_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Python has read PYTHONPATH long before a worker is told of it."""
     (tmp_path / "found_by_the_worker.py").write_text("here = True")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", list(dict.fromkeys(sys.path)))  # tests add folders, some twice
     monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": "3"})
     adopt({"PYTHONPATH": f"{tmp_path}:{sys.path[-1]}", "NCCL_DEBUG": "WARN"})
     import os
