@@ -27,7 +27,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
         made(task="gcd")
 
 
-EXAMPLE = REPOSITORY / "configs" / "reasoning_gym"
+EXAMPLE = REPOSITORY / "recipes" / "spell_backward"
 RL = tomllib.loads((EXAMPLE / "rl.toml").read_text())
 
 

@@ -864,6 +864,8 @@ async def test_servers_are_told_where_an_object_store_has_a_version_now(tmp_path
                 await pool.serve(tmp_path, "v2")
             else:
                 await fake.die()
+                (member,) = pool._membership.members.values()
+                await until(lambda member=member: not member.ready)
                 await fake.start()
             await until(lambda url=url: fake.paths[-1] == url)
 
