@@ -97,7 +97,7 @@ def test_what_the_new_project_consists_of(project: Path):
     assert about["tool"]["uv"]["override-dependencies"] == [torch]
     assert about["project"]["dependencies"][0].startswith(("cairn[cpu]", "cairn[gpu]"))
     checks = ["check", "--isolated", "--select", "E,F,I,B,UP", "--line-length", "110", project]
-    done = subprocess.run(["ruff", *map(str, checks)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "ruff", *map(str, checks)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
