@@ -92,6 +92,9 @@ class ServerStatus:
     experts: bool = False
     """Whether it tells the experts that its model chooses for each token (`inference.return_experts`)."""
 
+    base: dict[str, str] | None = None
+    """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
+
     @property
     def lacks_for_replay(self) -> str | None:
         """Why a run with `trainer.router_replay` can't learn from its answers; None if it can."""
@@ -101,9 +104,6 @@ class ServerStatus:
             "it does not tell the experts that it chooses, which trainer.router_replay needs: start it with "
             "--return-experts, or set router_replay to false"
         )
-
-    base: dict[str, str] | None = None
-    """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
 
     @property
     def hands_on(self) -> Relay | None:

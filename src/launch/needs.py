@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from cairn.config.optimizer import BaseOptimizerConfig, StateSize
 from cairn.config.trainer import TrainerBase
+from cairn.run.batches import COLUMNS, EXPERTS
 from cairn.run.machine import bytes_of
 
 if TYPE_CHECKING:
@@ -25,8 +28,8 @@ UTILIZATION = 0.92
 """Share of a GPU that vLLM takes unless told otherwise."""
 AWAKE = 5 * GIB // 2
 """On a GPU of a server: CUDA's context, CUDA graphs and activations."""
-RECORDED = 2
-"""Bytes of an expert's number in batches (`run/batches.py`)."""
+RECORDED = np.dtype(COLUMNS[EXPERTS].dtype).itemsize
+"""Bytes of an expert's number in batches."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 

@@ -305,8 +305,7 @@ class BatchMaker:
         """
         replays = self.state.config.router_replay
         if replays:
-            for group in groups:
-                self.state.ledger.take_experts(group)
+            self.state.ledger.take_experts(groups)
         by_group = self._samples([group.learned for group in groups])
         flat = list(itertools.chain.from_iterable(by_group))
         return by_group, {"experts/known": complete_experts(flat)} if replays else {}

@@ -51,6 +51,11 @@ class VersionSpan:
     end: int
 
 
+def expert_bytes(experts: int) -> int:
+    """Bytes of an expert's number in `RoutedExperts`, if a layer has so many."""
+    return 1 if experts <= 256 else 2
+
+
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
     """The experts that a server's mixture of experts chose for tokens in a row.

@@ -111,7 +111,7 @@ def columns_of(ledger: Ledger) -> list[np.ndarray | None]:
     """The experts of the samples of the one group that waits."""
     (group,) = ledger.waiting()
     ledger.stay_in_place()
-    asyncio.run(asyncio.to_thread(ledger.take_experts, group))
+    asyncio.run(asyncio.to_thread(ledger.take_experts, [group]))
     samples = to_samples(group, make_advantage(OrchestratorConfig().advantage))
     return [sample.columns.get(EXPERTS) for sample in samples]
 
@@ -196,7 +196,7 @@ def test_each_branch_of_a_program_has_its_own(tmp_path: Path, dtype: type[np.gen
     group = AnswerGroup(0, 0, 0, [], [one])
     one.take(ledger.turns(0, 0))
     one.reward = 0.5
-    ledger.take_experts(group)
+    ledger.take_experts([group])
     first, second = to_samples(group, make_advantage(OrchestratorConfig().advantage))
     assert np.array_equal(first.columns[EXPERTS], expected(12, 11, dtype))
     assert np.array_equal(second.columns[EXPERTS], expected(7, 6, dtype))
@@ -230,7 +230,7 @@ def test_a_ledger_of_an_earlier_version_is_gone_on_with(tmp_path: Path):
         one.experts = [RoutedExperts(0, told(0, 2))]
         again.record(0, {0: one})
         group.rollouts = [one]
-        again.take_experts(group)
+        again.take_experts([group])
         assert np.array_equal(one.experts[0].rows, told(0, 2))
 
 

@@ -25,6 +25,7 @@ from cairn.inference.plugin.vllm_internals import (
 )
 from cairn.inference.server import MODEL_REFUSED
 from cairn.inference.vllm_command import EXPERTS_SCHEDULER
+from cairn.policy.generation import expert_bytes
 
 
 class ExpertsBySlot:
@@ -34,7 +35,7 @@ class ExpertsBySlot:
         """Prepare to note them; there is no cache yet."""
         model = config.model_config
         self._shape = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
-        self._dtype = torch.uint8 if model.get_num_experts() <= 256 else torch.uint16
+        self._dtype = torch.uint8 if expert_bytes(model.get_num_experts()) == 1 else torch.uint16
         self._rows = torch.zeros(0, *self._shape, dtype=self._dtype)
 
     def make_room(self, slots: int) -> None:

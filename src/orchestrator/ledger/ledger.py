@@ -167,18 +167,19 @@ class Ledger:
             groups[place].rollouts[sample].add_spans(spans_of(versions))
         return list(groups.values())
 
-    def take_experts(self, group: AnswerGroup) -> None:
-        """Give a whole group's answers, and their turns, the experts that servers chose for their tokens.
+    def take_experts(self, groups: Iterable[AnswerGroup]) -> None:
+        """Give whole groups' answers, and their turns, the experts that servers chose for their tokens.
 
         Any thread may call it: it reads through a connection of its own, since these are megabytes for a long
         answer. Before it `stay_in_place` is called, on the thread that writes.
         """
         with contextlib.closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as own:
-            found = pieces.read_experts(own, group.place)
-        for sample, rollout in enumerate(group.rollouts):
-            rollout.experts = found.get((group.place, sample, ANSWER), [])
-            for turn in rollout.turns:
-                turn.experts = found.get((group.place, sample, turn.number), [])
+            for group in groups:
+                found = pieces.read_experts(own, group.place)
+                for sample, rollout in enumerate(group.rollouts):
+                    rollout.experts = found.get((group.place, sample, ANSWER), [])
+                    for turn in rollout.turns:
+                        turn.experts = found.get((group.place, sample, turn.number), [])
 
     # Calls of rollouts that are programs
 

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.model import LoraConfig
+from cairn.policy.generation import expert_bytes
 from cairn.trainer.attention.choice import Device, caps_attention, check_context, choose
 from cairn.trainer.backends.experts import check_experts, sharded_dimension
 from cairn.trainer.backends.tensor import check_tensor
@@ -109,10 +110,9 @@ class Footprint:
 
     @property
     def recorded_bytes(self) -> int:
-        """Bytes of a token's recorded experts in the ledger: a byte each, or two where a layer has more than
-        256."""
+        """Bytes of a token's recorded experts in the ledger."""
         most = max((shape[0] for layer in self.expert_shapes for shape in layer), default=0)
-        return self.recorded * (1 if most <= 256 else 2)
+        return self.recorded * expert_bytes(most)
 
     def shard(self, ranks: int) -> int:
         """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension.
