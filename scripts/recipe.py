@@ -31,7 +31,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cairn.checkpoint.store import CheckpointStore
+from cairn.run.directory import RunDirectory
 from cairn.run.files import write_atomic
+from cairn.run.jsonlines import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = Path("outputs/recipes")
@@ -164,16 +167,11 @@ class RecipeRun:
         for stage in self.recipe.stages:
             by_seed = {str(seed): self._result(stage, seed) for seed in (seeds[:1] if stage.once else seeds)}
             stages[stage.name] = by_seed
-        digests = {
-            seed: {
-                name: stages[name][str(seed)].get("weights") for names in self.recipe.equal for name in names
-            }
-            for seed in seeds
-        }
-        equal = [
-            {"stages": names, "same_bits": all(len({digests[s][n] for n in names}) == 1 for s in seeds)}
-            for names in self.recipe.equal
-        ]
+        equal: list[dict[str, Any]] = []
+        for names in self.recipe.equal:
+            by_seed = [{stages[name][str(seed)].get("weights") for name in names} for seed in seeds]
+            same = all(len(found) == 1 and None not in found for found in by_seed)
+            equal.append({"stages": names, "same_bits": same})
         return {
             "title": self.recipe.title,
             "model": self.recipe.model,
@@ -189,8 +187,9 @@ class RecipeRun:
         out = self.out(stage, seed)
         noted = out.with_name(out.name + ".done.json")
         found: dict[str, Any] = json.loads(noted.read_text())
+        evals = JsonLines(out / "evals.jsonl").rows()
         if stage.curve:
-            rows = rows_of(out / "metrics.jsonl")
+            rows = RunDirectory(out).metrics.rows()
             found["steps"] = rows[-1]["step"]
             found["curve"] = [row.get(stage.curve) for row in rows]
             found["also"] = {
@@ -198,16 +197,14 @@ class RecipeRun:
                 for name in stage.also
                 if (values := [row[name] for row in rows if row.get(name) is not None])
             }
-            if held := rows_of(out / "evals.jsonl"):
+            if evals:
                 found["held_out"] = [
                     {key: value for key, value in row.items() if key in ("step", "name", "loss", "reward")}
-                    for row in held
+                    for row in evals
                 ]
         if stage.evaluation:
-            rows = {
-                (row["model"], row["name"]): row for row in rows_of(out / "evals.jsonl")
-            }  # the last counts
-            found["evaluated"] = [{**row, "model": self._named(row["model"], seed)} for row in rows.values()]
+            last = {(row["model"], row["name"]): row for row in evals}
+            found["evaluated"] = [{**row, "model": self._named(row["model"], seed)} for row in last.values()]
         if weights := newest_weights(out):
             found["weights"] = weights
         return found
@@ -237,7 +234,7 @@ class RecipeRun:
             if ended := run(words):
                 return ended
             assert stage.curve is not None, name
-            now = [row.get(stage.curve) for row in rows_of(out / "metrics.jsonl")]
+            now = [row.get(stage.curve) for row in RunDirectory(out).metrics.rows()]
             then = published["stages"][name][str(seed)]["curve"][:steps]
             same = now == then
             close = len(now) == len(then) and all(map(_close, now, then))
@@ -270,19 +267,16 @@ def run(words: Sequence[str]) -> int:
             continue
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, none if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def newest_weights(out: Path) -> str | None:
-    """SHA-256 of the model file of a run's last step."""
-    files = list((out / "checkpoints").glob("step_*/model/model.safetensors"))
-    if not files:
+    """SHA-256 of the model files of a run's last step, one after the other; None: no step was saved."""
+    store = CheckpointStore(RunDirectory(out).checkpoints)
+    newest, digest = store.latest(), hashlib.sha256()
+    if newest is None:
         return None
-    newest = max(files, key=lambda path: int(path.parts[-3].removeprefix("step_")))
-    with newest.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    for path in sorted((store.folder(newest) / "model").glob("*.safetensors")):
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def commit() -> str:

@@ -12,7 +12,7 @@ from cairn.config.cli import COMMANDS, load
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import recipe as program
-from recipe import ROOT, Recipe, RecipeRun, recipes, table
+from recipe import ROOT, RecipeRun, recipes, table
 
 WRITES = """
 import json, pathlib, sys
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         toml(
             'name = "first"\ncommand = "{python} writes.py {out} {seed}"\ncurve = "loss"\ndrawn = true',
             'name = "second"\ncommand = "{python} -c pass {first}"',
-            head="check = { first = 2 }\n",
+            head='check = { first = 2 }\nequal = [["first", "second"]]\n',
         )
     )
     return made
@@ -62,6 +62,7 @@ def test_a_recipe_is_run_once_and_its_results_come_from_the_run_directories(
     )
     assert results["versions"]["torch"]
     assert (folder / "results.png").stat().st_size > 1000
+    assert results["equal"] == [{"stages": ["first", "second"], "same_bits": False}], "nothing was saved"
     assert len(Path("ran").read_text().splitlines()) == 2
     assert main(folder, monkeypatch=monkeypatch) == 0
     assert len(Path("ran").read_text().splitlines()) == 2, "what is done is not repeated"
@@ -129,16 +130,14 @@ def test_the_commands_of_a_recipe_can_start(folder: Path, monkeypatch: pytest.Mo
     """Their settings are read; what they name of earlier stages is one, and so is what is checked."""
     monkeypatch.chdir(ROOT)
     run = RecipeRun(folder, {})
+    given = {f"data.{name}" for name in run.recipe.data} | {f"package.{name}" for name in run.recipe.packages}
     run.recipe = run.recipe.model_copy(update={"packages": []})
     names = [stage.name for stage in run.recipe.stages]
     assert set(run.recipe.check) <= set(names)
     assert {name for some in run.recipe.equal for name in some} <= set(names)
     for i, stage in enumerate(run.recipe.stages):
         used = set(re.findall(r"\{([\w.]+)\}", stage.command))
-        known = {"python", "seed", "out", *names[:i]}
-        known |= {f"data.{name}" for name in run.recipe.data} | {
-            f"package.{n}" for n in recipe_of(folder).packages
-        }
+        known = {"python", "seed", "out", *names[:i], *given}
         assert used - {"question"} <= known, stage.name
         words = run.words(stage, 0)
         if words[0] in COMMANDS:
@@ -147,17 +146,13 @@ def test_the_commands_of_a_recipe_can_start(folder: Path, monkeypatch: pytest.Mo
         assert all((ROOT / script).is_file() for script in scripts)
 
 
-def recipe_of(folder: Path) -> Recipe:
-    return RecipeRun(folder, {}).recipe
-
-
 @pytest.mark.parametrize("folder", recipes(), ids=lambda path: path.name)
 def test_results_are_those_of_the_recipe(folder: Path):
     path = folder / "results.json"
     if not path.exists():
         return
     results = json.loads(path.read_text())
-    recipe = recipe_of(folder)
+    recipe = RecipeRun(folder, {}).recipe
     assert list(results["stages"]) == [stage.name for stage in recipe.stages]
     assert (results["title"], results["model"]) == (recipe.title, recipe.model)
     assert all(one["same_bits"] for one in results["equal"])
