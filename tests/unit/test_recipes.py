@@ -12,13 +12,14 @@ from cairn.config.cli import COMMANDS, load
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import recipe as program
-from recipe import ROOT, RecipeRun, recipes, table
+from recipe import ROOT, RecipeRun, recipes
 
 WRITES = """
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[1]); out.mkdir(parents=True, exist_ok=True)
 steps = int(sys.argv[sys.argv.index("--max-steps") + 1]) if "--max-steps" in sys.argv else 4
-rows = [{"step": i + 1, "loss": 1 / (i + 1 + int(sys.argv[2]))} for i in range(steps)]
+more = 1.1 if "0.1" in sys.argv else 1
+rows = [{"step": i + 1, "loss": more / (i + 1 + int(sys.argv[2]))} for i in range(steps)]
 (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 with open("ran", "a") as file: print(out, file=file)
 """
@@ -31,7 +32,7 @@ def toml(*stages: str, head: str = "") -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with one stage that writes four rows, and one that checks what it was given."""
+    """A recipe with two stages that write four rows each, and one that does nothing with what it is given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "writes.py").write_text(WRITES)
     made = tmp_path / "mine"
@@ -40,7 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         toml(
             'name = "first"\ncommand = "{python} writes.py {out} {seed}"\ncurve = "loss"\ndrawn = true',
             'name = "second"\ncommand = "{python} -c pass {first}"',
-            head='check = { first = 2 }\nequal = [["first", "second"]]\n',
+            'name = "third"\ncommand = "{python} writes.py {out} {seed} 0.1"\ncurve = "loss"\ndrawn = true\n'
+            'after = "first"',
+            head='check = { first = 2 }\nequal = [["first", "second"]]\nbeside = [["first", "third"]]\n',
         )
     )
     return made
@@ -63,9 +66,12 @@ def test_a_recipe_is_run_once_and_its_results_come_from_the_run_directories(
     assert results["versions"]["torch"]
     assert (folder / "results.png").stat().st_size > 1000
     assert results["equal"] == [{"stages": ["first", "second"], "same_bits": False}], "nothing was saved"
-    assert len(Path("ran").read_text().splitlines()) == 2
+    assert results["beside"] == [
+        {"stages": ["first", "third"], "first_step": pytest.approx(1 / 11), "any_step": pytest.approx(1 / 11)}
+    ]
+    assert len(Path("ran").read_text().splitlines()) == 4
     assert main(folder, monkeypatch=monkeypatch) == 0
-    assert len(Path("ran").read_text().splitlines()) == 2, "what is done is not repeated"
+    assert len(Path("ran").read_text().splitlines()) == 4, "what is done is not repeated"
     assert main(folder, "--check", "--outputs", "again", monkeypatch=monkeypatch) == 0
     assert "steps 1 to 2, loss: the same to the bit" in capsys.readouterr().out
 
@@ -106,8 +112,8 @@ def test_what_is_missing_is_said_before_anything_runs(folder: Path, monkeypatch:
     text = path.read_text()
     with pytest.raises(SystemExit, match="no results to compare with"):
         main(folder, "--check", monkeypatch=monkeypatch)
-    path.write_text('packages = ["no_such_package"]\n' + text)
-    with pytest.raises(SystemExit, match="uv pip install no-such-package"):
+    path.write_text('packages = { no_such = "--no-deps no-such==1.0" }\n' + text)
+    with pytest.raises(SystemExit, match=r"uv pip install --no-deps no-such==1\.0"):
         main(folder, monkeypatch=monkeypatch)
     path.write_text('data = { texts = "a folder of texts" }\n' + text)
     with pytest.raises(SystemExit, match="--data texts=PATH is missing: a folder of texts"):
@@ -119,10 +125,44 @@ def test_what_is_missing_is_said_before_anything_runs(folder: Path, monkeypatch:
         main(folder, monkeypatch=monkeypatch)
     with pytest.raises(SystemExit, match=r"is no recipe: it has no recipe\.toml"):
         main(folder.parent, monkeypatch=monkeypatch)
-    assert not Path("ran").exists()
-    path.write_text(toml('name = "one"\ncommand = "{python} -c 1/0"'))
-    with pytest.raises(SystemExit, match="ended with exit code 1; the same command goes on from there"):
+    path.write_text('packages = { some_package = "some-package" }\n' + text)
+    with pytest.raises(SystemExit, match=r"packages\.some_package"):
         main(folder, monkeypatch=monkeypatch)
+    assert not Path("ran").exists()
+
+
+FAILS_ONCE = """
+import os, sys
+if not os.path.exists("tried"):
+    open("tried", "w").close()
+    sys.exit(3)
+"""
+
+
+def test_the_parts_of_a_command_are_added_up(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """It goes on where it was ended, and its time is that of all its parts."""
+    Path("fails.py").write_text(FAILS_ONCE)
+    (folder / "recipe.toml").write_text(
+        toml('name = "one"\nonce = true\ncommand = "{python} fails.py {package.pytest}"').replace(
+            "seeds", f'packages = {{ pytest = "pytest=={pytest.__version__}" }}\nseeds'
+        )
+    )
+    with pytest.raises(SystemExit, match="ended with exit code 3; the same command goes on from there"):
+        main(folder, monkeypatch=monkeypatch)
+    one = RecipeRun(folder, {})
+    one.run([0])
+    path = Path("outputs/recipes/mine/one.stage.json")
+    record = json.loads(path.read_text())
+    first, second = (part["seconds"] for part in record["parts"])
+    assert min(first, second) > 0
+    results = one.results([0])
+    found = results["stages"]["one"]["0"]
+    assert found["seconds"] == pytest.approx(first + second, abs=0.05)
+    assert found["parts"] == 2
+    assert found["command"] == "python fails.py '{package.pytest}'", "no path of this machine"
+    assert results["versions"]["pytest"] == pytest.__version__
+    one.run([0])
+    assert json.loads(path.read_text()) == record, "what is done is not repeated"
 
 
 @pytest.mark.parametrize("folder", recipes(), ids=lambda path: path.name)
@@ -131,11 +171,12 @@ def test_the_commands_of_a_recipe_can_start(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(ROOT)
     run = RecipeRun(folder, {})
     given = {f"data.{name}" for name in run.recipe.data} | {f"package.{name}" for name in run.recipe.packages}
-    run.recipe = run.recipe.model_copy(update={"packages": []})
+    run.recipe = run.recipe.model_copy(update={"packages": {}})
     names = [stage.name for stage in run.recipe.stages]
     assert set(run.recipe.check) <= set(names)
-    assert {name for some in run.recipe.equal for name in some} <= set(names)
+    assert {name for some in (*run.recipe.equal, *run.recipe.beside) for name in some} <= set(names)
     for i, stage in enumerate(run.recipe.stages):
+        assert stage.after is None or stage.after in names[:i]
         used = set(re.findall(r"\{([\w.]+)\}", stage.command))
         known = {"python", "seed", "out", *names[:i], *given}
         assert used - {"question"} <= known, stage.name
@@ -156,10 +197,10 @@ def test_results_are_those_of_the_recipe(folder: Path):
     assert list(results["stages"]) == [stage.name for stage in recipe.stages]
     assert (results["title"], results["model"]) == (recipe.title, recipe.model)
     assert all(one["same_bits"] for one in results["equal"])
-    assert "/root" not in path.read_text()
+    assert not re.search(r"(?<![\w.}])/\w", path.read_text()), "no path of a machine"
     assert (folder / "results.png").exists()
 
 
 def test_the_page_of_results_is_made_from_them():
     written = program.TABLE.read_text().splitlines()
-    assert written == list(table()), "uv run scripts/recipe.py --table"
+    assert written == program.page().splitlines(), "uv run scripts/recipe.py --table"
