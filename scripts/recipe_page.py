@@ -87,6 +87,9 @@ def _section(name: str, recipe: "Recipe", results: Mapping[str, Any]) -> Iterato
     yield "|---|---|---|---|---|---|"
     for stage in recipe.stages:
         yield _row(stage, stages[stage.name])
+    if missing := _missing(recipe, stages):
+        yield ""
+        yield f"*Open: {missing}.* The same command runs what is missing."
     for one in results["equal"]:
         said = "the same bits" if one["same_bits"] else "**different** bits"
         yield ""
@@ -100,6 +103,13 @@ def _section(name: str, recipe: "Recipe", results: Mapping[str, Any]) -> Iterato
         )
     yield ""
     yield f"![{recipe.axis} by step: mean and range of the seeds](../../recipes/{name}/results.png)"
+
+
+def _missing(recipe: "Recipe", stages: Mapping[str, Mapping[str, Any]]) -> str:
+    """The recipe's seeds that there are no results of."""
+    there = {seed for stage in recipe.stages if not stage.once for seed in stages[stage.name]}
+    missing = [str(seed) for seed in recipe.seeds if str(seed) not in there]
+    return f"seed{'s' * (len(missing) > 1)} {' and '.join(missing)} not run yet" if missing else ""
 
 
 def _label(recipe: "Recipe", name: str) -> str:
