@@ -12,10 +12,10 @@ process group or to all processes, a full or read-only disk, a power cut, a dama
 a server that is slow, silent, failing, has other weights, or is used by two runs or, if the run uploads its
 steps, the loss of the machine with its run directory. If COMMAND has --ckpt.remote URL, each run has its own
 prefix below that URL, which is deleted if the run kept its promises. Its result must be the
-same as without disasters; docs/concepts/recovery.md says what is checked. Run I of seed S always meets the
+same as without disasters; docs/how-to/chaos.md says what is checked. Run I of seed S always meets the
 same disasters (except that only root can fill a disk); repeat it with --first I --runs 1. With --faults, such
 as save.copy:kill@2#1,commit.done:kill, each run meets these instead, each once, as in CAIRN_FAULT
-(docs/concepts/checkpoints.md, "Faults on demand").
+(docs/reference/faults.md).
 
 Prints each run and, at the end, violations and goodput (the undisturbed run's time from first to last step,
 divided by the disturbed run's). Exit code 1 if there is a violation; the folders of such runs are kept.

@@ -131,7 +131,7 @@ CLAIMS = (
     Claim("*: save/a step takes longer", high=0.1, gpus=HOPPER, predicted="0"),
     Claim("*: memory/says", "out of memory", gpus=HOPPER),
 )
-"""Bounds are what was measured on an H200, less a margin: docs/how-to/gpu.md has the numbers."""
+"""Bounds are what was measured on an H200, less a margin: docs/results/gpu.md has the numbers."""
 
 
 def main() -> int:

@@ -174,7 +174,7 @@ def resume(out: Path) -> None:
         assert engine.global_steps == STEPS
         if run.more == "warmup":
             assert engine.lr_scheduler.last_batch_iteration == STEPS - 1
-        for state in engine.optimizer.optimizer.state.values():  # see docs/how-to/formats.md
+        for state in engine.optimizer.optimizer.state.values():  # see docs/how-to/formats-deepspeed.md
             state["step"] = state["step"].clone()
         write(folder, f"loaded-{world}", program)
         loss = program.step(STEPS + 1)

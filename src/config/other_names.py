@@ -342,12 +342,12 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "steps_per_generation",
         ("{updates_per_batch} and {mini_batches} say how often a batch is learned from",),
     ),
-    ("reward_weights", ("an environment gives its parts their weights; see docs/how-to/environments.md",)),
+    ("reward_weights", ("an environment gives its parts their weights; see docs/how-to/programs.md",)),
     (
         "max_tool_calling_iterations",
-        ("an environment says how many turns there are; see docs/how-to/environments.md",),
+        ("an environment says how many turns there are; see docs/how-to/tools.md",),
     ),
-    ("num_nodes", ("{slurm.nodes} of a Slurm job; see docs/how-to/clusters.md",)),
+    ("num_nodes", ("{slurm.nodes} of a Slurm job; see docs/how-to/slurm.md",)),
     (
         "activation_offloading",
         ("activations stay on the device; {activation_checkpointing} keeps fewer of them",),
@@ -356,7 +356,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "adapter_name_or_path",
         (
             "{model.name} takes whole models: merge the adapter first (`ckpt import` does; "
-            "docs/how-to/lora.md)",
+            "docs/how-to/formats-peft.md)",
         ),
     ),
 )

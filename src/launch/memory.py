@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PASS_TOKENS = 16_384
 """Tokens of a pass that keep a GPU busy: for 94 to 98 % of the time in models of 0.6B and 1.7B, where 4,096
-tokens do for 54 to 63 % (docs/how-to/gpu.md)."""
+tokens do for 54 to 63 % (docs/results/gpu.md)."""
 ROOM = 0.8
 """Share of a GPU's memory that rows beyond the first may fill: estimates were up to 14 % too low there."""
 MOST_SEQUENCES = 1024

@@ -566,9 +566,9 @@ def test_hints_name_settings_that_exist(command: str):
 
 
 def test_checkpoint_settings_of_other_frameworks_are_known():
-    """All that the table in docs/concepts/checkpoints.md names."""
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
-    rows = [line for line in page.split("## Coming from elsewhere")[1].splitlines() if line.startswith("| `")]
+    """All that the table in docs/reference/checkpoint-names.md names."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-names.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) >= 10
     root = settings_of(SFTConfig)
     for row in rows:

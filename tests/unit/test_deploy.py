@@ -76,7 +76,8 @@ def test_commands_are_ones_that_there_are(name: str, tmp_path: Path):
         assert trainer.ray.address == f"{documents('RayCluster')[0]['metadata']['name']}-head-svc:6379"
 
 
-SAID = (REPOSITORY / "docs" / "how-to" / "clusters.md").read_text()
+PAGES = ("clusters", "ray", "slurm", "kubernetes", "spot", "network-file-systems")
+SAID = "".join((REPOSITORY / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
 
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"^uv run (?:sft|rl) .*$", SAID, re.M))))

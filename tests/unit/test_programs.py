@@ -614,7 +614,7 @@ def test_a_long_rollout_is_replayed_in_less_than_a_second(tmp_path: Path):
 
 
 def test_the_example_in_the_docs_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (REPOSITORY / "docs" / "how-to" / "environments.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "programs.md").read_text()
     (tmp_path / "my_game.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     config = EnvironmentConfig(name="my_game:HigherLower", args={"guesses": 6, "problems": 3})

@@ -740,6 +740,6 @@ def test_a_deadline_names_whom_and_what_allows_more():
 
 def test_the_table_of_fault_points_is_the_one_in_the_docs():
     """Both say where in the code a fault strikes, in the same words."""
-    docs = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "reference" / "faults.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| (.*) \|$", docs, re.MULTILINE))
     assert {point: rows.get(point) for point in POINTS} == POINTS

@@ -399,8 +399,8 @@ def test_what_comes_before_and_after_a_commit(make_saver, store):
 
 
 def test_the_reader_in_the_documentation_reads_it(make_saver, store):
-    """The one in docs/concepts/checkpoints.md, which knows nothing of ours; it finds damage, too."""
-    text = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
+    """The one in docs/reference/checkpoint-files.md, which knows nothing of ours; it finds damage, too."""
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-files.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     namespace: dict = {}
     exec(code, namespace)
@@ -425,10 +425,15 @@ def test_the_reader_in_the_documentation_reads_it(make_saver, store):
 
 
 def test_the_documentation_names_every_field_point_and_setting():
-    """What is added to the code is added to docs/concepts/checkpoints.md."""
-    text = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
-    names = {*Manifest.model_fields, *faults.POINTS, *CkptConfig.model_fields}
-    assert sorted(name for name in names if f"`{name}`" not in text) == []
+    """What is added to the code is added to the pages about the files, fault points and settings."""
+    pages = {
+        "reference/checkpoint-files": Manifest.model_fields,
+        "reference/faults": faults.POINTS,
+        "how-to/checkpoints": CkptConfig.model_fields,
+    }
+    for page, names in pages.items():
+        text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        assert sorted(name for name in names if f"`{name}`" not in text) == [], page
 
 
 # Failures

@@ -55,7 +55,7 @@ def test_what_is_handed_over_and_what_belongs_to_a_node(elsewhere: SFTConfig):
 
 
 def test_the_page_names_all_of_them():
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "clusters.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "ray.md").read_text()
     handed_over = [f"`{name}*`" for name in PREFIXES] + [f"`{name}`" for name in (*NAMES, *NODES_OWN)]
     assert [name for name in handed_over if name not in page] == []
 

@@ -6,10 +6,10 @@ H100; what counts here is how long serving takes compared with training, which d
 GPUs. Deterministic: lengths of answers are drawn from a fixed seed.
 
 Sources of the constants: PEAK and BANDWIDTH are NVIDIA's (H100 SXM, bfloat16, dense). MFU: 25 to 30 % were
-measured with 1.7B parameters (docs/how-to/gpu.md), 24 to 28 % are predicted for 8B. Everything else is
+measured with 1.7B parameters (docs/results/gpu.md), 24 to 28 % are predicted for 8B. Everything else is
 assumed, and was measured on no GPU: READ and OVERHEAD are what vLLM's published times of decoding 8B models
 amount to; LOAD is predicted from the bandwidth of copies out of pageable memory that was measured
-(docs/how-to/gpu.md).
+(docs/results/gpu.md).
 """
 
 import functools

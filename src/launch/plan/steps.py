@@ -2,7 +2,7 @@
 
 The order is behaviour: which of several errors a user sees first, and what a step finds in the settings that
 it reads. A new launch-time feature is one file with its functions and one row here
-(docs/how-to/extending.md).
+(docs/how-to/seams.md).
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Taking up a run: brings the ledger, the batch files and the checkpoint into agreement.
 
-docs/concepts/recovery.md ("Which record counts") says which of them wins when two disagree.
+docs/concepts/records.md ("Which record counts") says which of them wins when two disagree.
 """
 
 import logging
