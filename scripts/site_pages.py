@@ -31,7 +31,7 @@ TOOLS += ("cairn.tools.new", "cairn.tools.env")
 
 def on_config(config: Any) -> Any:
     """Headings get the anchors that they have where the pages are read as files; commands are in the menu."""
-    menu = [{name: path} for name, path in zip(["All", *_roots()], command_pages(), strict=True)]
+    menu = [{name: path} for name, path in zip(["All", *command_roots()], command_pages(), strict=True)]
     (reference,) = [one["Reference"] for one in config.nav if "Reference" in one]
     reference.insert(0, {"Commands and their settings": menu})
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda heading, _: anchor(heading)
@@ -92,14 +92,14 @@ def command_pages() -> dict[str, str]:
     ]
     index += ["", "| command | does |", "|---|---|"]
     pages = {}
-    for name, root in _roots().items():
+    for name, root in command_roots().items():
         file = f"{name.replace(' ', '-')}.md"
         index.append(f"| [`{name}`]({file}) | {_cell(_first(root.doc))} |")
         pages[f"reference/commands/{file}"] = _command_page(name, root)
     return {"reference/commands/index.md": "\n".join([*index, ""]), **pages}
 
 
-def _roots() -> dict[str, Setting]:
+def command_roots() -> dict[str, Setting]:
     """The settings of each command, by its name."""
     for module in TOOLS:
         importlib.import_module(module)

@@ -141,6 +141,29 @@ def test_names_of_other_trainers(page: Path):
             assert name in ours or any(one in text for one in wanted for text in told), name
 
 
+def test_commands_on_the_pages_have_the_flags_that_they_are_given():
+    """In blocks of every page: lines that are a command, with `uv run` and `cairn` before its name or not."""
+    roots = {name.removeprefix("cairn "): root for name, root in site_pages.command_roots().items()}
+    seen = 0
+    for page in [*DOCS.rglob("*.md"), *(REPOSITORY / name for name in AT_THE_ROOT)]:
+        for block in re.findall(r"^```(?:|bash|sh)\n(.*?)^```", page.read_text(), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                typed = re.sub(r"^(\$ )?([A-Z_]+=\S+ )*(uv run )?(cairn )?", "", line.partition(" #")[0])
+                root = next((root for name, root in roots.items() if f"{typed} ".startswith(f"{name} ")), None)
+                for flag in re.findall(r"(?<= )--([a-z][\w.-]*)", typed) if root else ():
+                    assert is_setting(root, flag), f"{page.name}: there is no --{flag} in {line.strip()}"
+                    seen += 1
+    assert seen > 150
+
+
+def is_setting(root: Any, flag: str) -> bool:
+    """Whether a flag is a setting, the opposite of one, or a key of a table."""
+    path = tuple(flag.replace("-", "_").split("."))
+    opposite = (path[0].removeprefix("no_"), *path[1:])
+    above = [root.find(path[:length]) for length in range(1, len(path))]
+    return bool(root.find(path) or root.find(opposite)) or any(one and one.kind == "table" for one in above)
+
+
 def test_links_out_of_the_site_are_shown_as_text():
     page = "[code](../../tests/runs.py) [page](../format.md#x) [paper](https://arxiv.org/abs/1) [here](#y)"
     shown = "code [page](../format.md#x) [paper](https://arxiv.org/abs/1) [here](#y)"
