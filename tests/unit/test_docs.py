@@ -149,7 +149,7 @@ def test_commands_on_the_pages_have_the_flags_that_they_are_given():
         for block in re.findall(r"^```(?:|bash|sh)\n(.*?)^```", page.read_text(), re.M | re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 typed = re.sub(r"^(\$ )?([A-Z_]+=\S+ )*(uv run )?(cairn )?", "", line.partition(" #")[0])
-                root = next((root for name, root in roots.items() if f"{typed} ".startswith(f"{name} ")), None)
+                root = next((roots[name] for name in roots if f"{typed} ".startswith(f"{name} ")), None)
                 for flag in re.findall(r"(?<= )--([a-z][\w.-]*)", typed) if root else ():
                     assert is_setting(root, flag), f"{page.name}: there is no --{flag} in {line.strip()}"
                     seen += 1

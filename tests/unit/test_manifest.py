@@ -57,7 +57,7 @@ def files(**entries) -> dict:
 
 
 def test_it_comes_back_as_it_was():
-    """JSON that a person can read, one field a line, in the order that docs/reference/checkpoint-files.md has."""
+    """JSON that a person can read, one field a line, in the order of docs/reference/checkpoint-files.md."""
     text = manifest().to_json()
     assert parse(text, "here") == manifest()
     assert list(json.loads(text)) == [

@@ -88,7 +88,7 @@ CREATE TABLE failed (                   -- prompts that were given up, which no 
     reason TEXT NOT NULL,
     environment INTEGER NOT NULL DEFAULT 0
 );
-CREATE TABLE environments (             -- of the run; docs/how-to/several-environments.md says how prompts are drawn
+CREATE TABLE environments (             -- of the run; docs/how-to/several-environments.md has their order
     number INTEGER PRIMARY KEY,         -- 0, 1, ...
     label TEXT NOT NULL,
     problems INTEGER NOT NULL,          -- in an epoch of its own
