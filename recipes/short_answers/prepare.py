@@ -1,6 +1,6 @@
-"""Make questions for the largest of three numbers: python prepare.py OUT
+"""Make lists of three words, of which the last is to be said: python prepare.py OUT
 
-The seed is fixed: all runs have the same problems, and the held-out ones are others.
+The seed is fixed: all runs have the same problems. The words of the held-out ones are others.
 """
 
 import json
@@ -8,17 +8,23 @@ import random
 import sys
 from pathlib import Path
 
+TRAIN = (
+    "horse cow dog cat sheep goat lion tiger bear wolf rabbit mouse eagle owl shark whale frog snake spider bee "
+    "table river lamp stone house book chair window bottle hammer train bridge mountain cloud shirt spoon clock"
+)
+HELD_OUT = (
+    "duck camel monkey deer pig donkey piano pencil ladder garden mirror basket carpet candle street tower"
+)
+
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     draws = random.Random(0)
-    problems = {tuple(draws.sample(range(10, 100), 3)): None for _ in range(1400)}
-    made = list(problems)
-    for name, some in {"train": made[:1200], "held_out": made[1200:1328]}.items():
+    for name, words, count in (("train", TRAIN, 1200), ("held_out", HELD_OUT, 48)):
         with (out / f"{name}.jsonl").open("w") as file:
-            for a, b, c in some:
-                prompt = f"Which number is the largest, {a}, {b} or {c}?"
-                print(json.dumps({"prompt": prompt, "answer": str(max(a, b, c))}), file=file)
+            for _ in range(count):
+                a, b, c = draws.sample(words.split(), 3)
+                print(json.dumps({"prompt": f"{a}, {b}, {c}", "answer": c}), file=file)
 
 
 if __name__ == "__main__":
