@@ -10,7 +10,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,18 @@ class Checkpoints:
         """End, and give up a save that is under way."""
 
 
-def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str, ...]) -> Checkpoints:
+def make_checkpoints(
+    context: Context, parent: Origin | None, others: tuple[str, ...], after_commit: Callable[[int], None]
+) -> Checkpoints:
     """What saves the run's checkpoints; all ranks call it.
 
     Args:
         parent: the checkpoint that the run goes on from.
         others: the parts of each checkpoint that other roles write.
+        after_commit: called on rank 0 with the step of each checkpoint, once it is there.
     """
     ckpt = context.state.config.ckpt
-    return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else Checkpoints()
+    return TrainerCheckpoints(context, ckpt, parent, others, after_commit) if ckpt else Checkpoints()
 
 
 def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
@@ -149,11 +152,17 @@ class OtherRanks:
 class TrainerCheckpoints(Checkpoints):
     """Saves a trainer's state, off the training loop's critical path."""
 
-    def __init__(self, context: Context, ckpt: CkptConfig, parent: Origin | None, others: tuple[str, ...]):
+    def __init__(
+        self,
+        context: Context,
+        ckpt: CkptConfig,
+        parent: Origin | None,
+        others: tuple[str, ...],
+        after_commit: Callable[[int], None],
+    ):
         """Prepare to save; see `make_checkpoints`.
 
-        The run's metrics are durable before a checkpoint of their step exists. Its batches are removed once
-        there is a checkpoint of a later step.
+        The run's metrics are durable before a checkpoint of their step exists.
         """
         self.state = state = context.state
         self.store = CheckpointStore(context.run.checkpoints)
@@ -182,7 +191,7 @@ class TrainerCheckpoints(Checkpoints):
                 )
 
         def committed(step: int) -> None:
-            context.run.forget_batches(step)
+            after_commit(step)
             apply_retention(self.store, ckpt, jobs.spared)
 
         self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)

@@ -92,7 +92,7 @@ class Training:
             self._batches = OnDemand(self._next_batch)
         closing.callback(self._batches.close)
         context = replace(context, recipe={**recipe, **self.task.recipe})
-        self._checkpoints = make_checkpoints(context, parent, self.task.parts)
+        self._checkpoints = make_checkpoints(context, parent, self.task.parts, self.task.committed)
         closing.callback(self._checkpoints.abandon)
         self._rewinder = make_rewinder(config, self.state, run, attempt, self._checkpoints)
         self._too_late = False

@@ -41,7 +41,7 @@ from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account
 from cairn.run.messages import Announcement, Attempt, BatchHeader, PolicyName, ShippedBatch
 from cairn.tools.audit import audit
-from cairn.trainer.tasks.rl import ShippedBatches
+from cairn.trainer.tasks.orchestrator_link import ShippedBatches
 
 RUN, BRANCH, PARTS = "0badcafe", "branch_1", ["trainer", "orchestrator"]
 LEDGER_RUN = LedgerRun(RUN, BRANCH, FORMAT, 0, 100, 1, 1, 1)

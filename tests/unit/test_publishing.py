@@ -31,7 +31,7 @@ from cairn.trainer.group import RankGroup, ThreadRendezvous
 from cairn.trainer.models.model import config_of, published_dtypes, weights
 from cairn.trainer.publishing.publisher import TRANSPORTS, VersionPublisher
 from cairn.trainer.publishing.transports import FileTransport, Served
-from cairn.trainer.tasks.rl import ShippedBatches
+from cairn.trainer.tasks.orchestrator_link import ShippedBatches
 
 ATTEMPT = Attempt("abc", 1, "rl", 0, None, "main")
 RESUMED = Attempt("abc", 2, "rl", 3, "/checkpoints/step_3", "main")

@@ -57,7 +57,7 @@ from cairn.trainer.backends.fsdp2 import FSDP2
 from cairn.trainer.group import RankGroup
 from cairn.trainer.publishing.publisher import VersionPublisher, make_sharing
 from cairn.trainer.publishing.transports import Filling, Served, Transport
-from cairn.trainer.tasks.rl import ShippedBatches
+from cairn.trainer.tasks.orchestrator_link import ShippedBatches
 
 __all__ = ["configuration", "one_rank"]  # fixtures
 

@@ -1,43 +1,25 @@
 """Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.faults import fault_point
-from cairn.run.messages import Attempt
 from cairn.run.trained_tokens import Array, TrainedTokens, digest_of
-from cairn.run.waiting import wait_for
 from cairn.trainer.frozen.model import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
-from cairn.trainer.models.trained import Trained
-from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, RankBatch
-from cairn.trainer.publishing.policy_store import PolicyStore
-from cairn.trainer.publishing.publisher import (
-    TRANSPORTS,
-    GpuTurns,
-    VersionPublisher,
-    make_probe,
-    make_sharing,
-)
-from cairn.trainer.publishing.transports import Served
 from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
-from cairn.trainer.step.critic import NAME as CRITIC
 from cairn.trainer.step.critic import REWARDS, CriticLearner
+from cairn.trainer.tasks.orchestrator_link import make_link
 from cairn.trainer.tasks.task import Decision, Earlier, Task
 
 logger = logging.getLogger(__name__)
@@ -46,11 +28,9 @@ logger = logging.getLogger(__name__)
 class RL(Task):
     """No batch is asked for ahead: answers to a policy can't be there before the policy is published."""
 
-    parts = ("orchestrator",)
-
     def __init__(self, config: TrainerConfig, context: Context):
         """Publish the policy that training starts from; all ranks call it."""
-        run, attempt, state = context.run, context.attempt, context.state
+        run, state = context.run, context.state
         self.loss = make_loss(config.loss, config.kl_in_loss)
         self.updates = config.updates_per_batch
         self.mini_batches = config.mini_batches or self.updates
@@ -62,40 +42,9 @@ class RL(Task):
         if config.router_replay:
             self._scorer.replay = RouterReplay(state.policy.module)
         self._teachers = TeacherModels(config, state.group, state.scorer, sums_in(context.recipe))
-        self._training_state = config.ckpt is not None and config.ckpt.training_state
-        sharing = make_sharing(config, run, attempt, state.backend)
-        self._replay = Replay(run, attempt)
         self._tokens = TokenRecorder(config, run, state.group, state.progress.step)
-        make_transport = TRANSPORTS[config.weight_transport, config.weight_encoding]
-        dtype = DTYPES_IN_SETTINGS[config.published_as(gpu=state.group.device.type == "cuda")]
-        policy = state.policy
-        served = Served(
-            policy.served,
-            dtypes=policy.served_as(dtype),
-            beside=policy.served_with(dtype),
-            checked=config.self_check,
-            saved=policy.saves_served,
-            stem=policy.served_stem,
-        )
-        self._publisher = VersionPublisher(
-            run,
-            attempt,
-            state.group,
-            make_transport(state.group, served, host=config.weight_host),
-            state.progress.step,
-            partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
-            before_announcing=sharing.make_room,
-            store=None if config.policies_url is None else PolicyStore(config.policies_url, run.versions),
-        )
-        self._batches = ShippedBatches(
-            run, attempt, config.batch_timeout, sharing, check=self._publisher.check
-        )
-
-    @classmethod
-    def models(
-        cls, config: TrainerConfig, folder: Path, group: RankGroup, resume_from: Path | None
-    ) -> dict[str, Trained]:
-        return {CRITIC: make_critic(folder, config, group, resume_from)} if config.critic else {}
+        self._link = make_link(config, context)
+        self.parts = self._link.parts
 
     def next_batch(self, step: int) -> Batch | None:
         """Wait for the orchestrator; None, on all ranks, if one of them is asked to stop meanwhile.
@@ -103,7 +52,7 @@ class RL(Task):
         Raises:
             DeadlinePassed: it did not ship the batch in time.
         """
-        batch = self._batches.next_batch(step)
+        batch = self._link.next_batch(step)
         return None if self._group.any_of(batch is None)[0] else batch
 
     def prepare(self, batch: RankBatch) -> Mapping[str, float]:
@@ -133,26 +82,23 @@ class RL(Task):
 
     def earlier(self, step: int) -> Earlier:
         """What a process that this one replaces has announced of `step`."""
-        return self._replay.earlier(step)
+        return self._link.earlier(step)
 
     def before_update(self) -> None:
-        self._publisher.before_update()
+        self._link.before_update()
 
     def after_step(self, step: int, decision: Decision) -> None:
-        """Publish the policy of `step`; if the orchestrator knows it already, offer it again."""
         self._tokens.write(step)
-        if decision.again:
-            self._publisher.publish_again(step)
-        else:
-            save = decision.save and self._training_state
-            self._publisher.publish(step, save=save, last=decision.last)
+        self._link.after_step(step, decision)
+
+    def committed(self, step: int) -> None:
+        self._link.committed(step)
 
     def end(self, step: int, *, save: bool) -> None:
-        """Announce the policy of `step` once more, as the run's last."""
-        self._publisher.announce_end(step, save=save and self._training_state)
+        self._link.end(step, save=save)
 
     def close(self) -> None:
-        self._publisher.close()
+        self._link.close()
 
 
 class TokenRecorder:
@@ -217,66 +163,3 @@ def trained_tokens(
         "sampler_logprobs": sampled[learned],
         **{name: one.float().cpu().numpy().ravel()[shifted] for name, one in values.items()},
     }
-
-
-class Replay:
-    """The steps whose policies an earlier process of this attempt had announced to the orchestrator."""
-
-    def __init__(self, run: RunDirectory, attempt: Attempt):
-        """Look which these are; nothing has been announced by this process yet."""
-        self.run = run
-        self.attempt = attempt
-        self._newest = max(run.versions.all_announced(attempt), default=attempt.start_step)
-
-    def earlier(self, step: int) -> Earlier:
-        """What was decided for `step`: a later version's announcement may be all that is left of it."""
-        if step > self._newest:
-            return Earlier()
-        message = self.run.versions.announced(self.attempt, step)
-        return Earlier(True, message.save, message.last) if message else Earlier(done=True)
-
-
-class ShippedBatches:
-    """The orchestrator's batch files, in the order of steps."""
-
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: Attempt,
-        timeout: float,
-        sharing: GpuTurns | None = None,
-        check: Callable[[], object] = lambda: None,
-    ):
-        """Wait `timeout` seconds for each batch, or until `check`, which is called often, raises."""
-        self.run = run
-        self.attempt = attempt
-        self.timeout = timeout
-        self.sharing = sharing or GpuTurns()
-        self.check = check
-
-    def next_batch(self, step: int) -> Batch | None:
-        """Wait until the batch of optimiser step `step` is there and may be trained on.
-
-        None if the run is asked to stop first.
-
-        Raises:
-            DeadlinePassed: the orchestrator did not ship it in time.
-        """
-
-        def look() -> Batch | Literal["stop"] | None:
-            self.check()
-            may_train = self.sharing.may_train(step)
-            batch = self.run.open_batch(self.attempt, step) if may_train else None
-            return "stop" if batch is None and self.run.stop_requested() else batch
-
-        batch = wait_for(
-            look,
-            seconds=self.timeout,
-            whom=f"the orchestrator's batch {step}",
-            setting="--trainer.batch-timeout",
-        )
-        if batch == "stop":
-            return None
-        self.sharing.begin()
-        fault_point("trainer.batch_read")
-        return batch

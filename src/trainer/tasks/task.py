@@ -140,6 +140,9 @@ class Task(ABC):
     def after_step(self, step: int, decision: Decision) -> None:  # noqa: B027
         """The weights are those of `step`, before they are saved."""
 
+    def committed(self, step: int) -> None:  # noqa: B027
+        """The checkpoint of `step` is there; in any thread of rank 0."""
+
     def end(self, step: int, *, save: bool) -> None:  # noqa: B027
         """The run ends at `step` although `after_step` was told otherwise: no batch came before a stop.
 
