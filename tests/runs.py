@@ -462,6 +462,11 @@ def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def printed(output: str) -> Any:
+    """The JSON at the end of a command's output, below what it has said of its progress."""
+    return json.loads(output[output.index("\n{") if "\n{" in output else 0 :])
+
+
 def step_folder(run: Path, step: int) -> Path:
     """Where a checkpoint lies."""
     return run / "checkpoints" / f"step_{step}"

@@ -35,10 +35,10 @@ def fork(step: Path, output_dir: Path, *, link: bool = False) -> tuple[Path, Man
     make_folders(store.root)
     with store.alone():
         check_empty(store, output_dir)
-        return store.adopt(step, forked, _share_tensors if link else copy_file), forked
+        return store.adopt(step, forked, share_tensors if link else copy_file), forked
 
 
-def _share_tensors(source: Path, target: Path) -> None:
+def share_tensors(source: Path, target: Path) -> None:
     """Link a tensor file, where the file system can do that; copy every other file."""
     if holds_tensors(source.name):
         with contextlib.suppress(OSError):

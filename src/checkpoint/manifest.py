@@ -1,7 +1,9 @@
 """The manifest: lists the content of a checkpoint, so that it can be verified."""
 
 import datetime
+import importlib.metadata
 import json
+import platform
 import re
 import stat
 import time
@@ -124,9 +126,22 @@ class Manifest(BaseModel):
         """The total size of all files as they are stored, in bytes."""
         return sum(entry.size for entry in self.files.values())
 
+    def changed_versions(self) -> dict[str, tuple[str, str | None]]:
+        """The packages whose version is another one here: that of the checkpoint, and the installed one."""
+        both = {name: (version, installed_version(name)) for name, version in self.versions.items()}
+        return {name: (was, now) for name, (was, now) in both.items() if was != now}
+
     def to_json(self) -> bytes:
         """The bytes of manifest.json."""
         return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, or of `python`; None if it is not installed."""
+    try:
+        return platform.python_version() if package == "python" else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def parse(text: bytes | str, where: str) -> Manifest:

@@ -109,6 +109,15 @@ class RLConfig(SharedConfig, SupervisionConfig):
         return {**data, **shared, **roles}
 
     @model_validator(mode="after")
+    def _batches_are_shipped(self) -> Self:
+        if self.trainer.recorded_batches is not None:
+            raise ValueError(
+                f"trainer.recorded_batches = {self.trainer.recorded_batches!r}: the orchestrator ships this "
+                "run's batches; leave it out (ckpt replay trains on recorded ones)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _critic_and_advantages_agree(self) -> Self:
         if problem := self.trainer.problem_with_advantages(self.orchestrator.advantage_types):
             raise ValueError(problem)

@@ -352,7 +352,7 @@ class TrainerConfig(WithTeachers, TrainerBase):
     task = "rl"
     on_megatron = None
     beside_servers = True
-    unlisted = frozenset({"colocated"})
+    unlisted = frozenset({"colocated", "recorded_batches"})
     loss: PolicyLossConfig = PPOClipConfig()
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimiser updates in each step; several of them use a batch's answers more than once, or in parts."""
@@ -375,6 +375,10 @@ class TrainerConfig(WithTeachers, TrainerBase):
     keep_tokens_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
     """Gigabytes to keep in tokens/ of what was computed of each learned token, for dash and cairn.Run; the
     oldest steps go first. 0 keeps none."""
+    keep_batches_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Gigabytes of batches to keep in trained/ for ckpt replay; the oldest go first. 0 keeps none."""
+    recorded_batches: str | None = None
+    """Train on the batches in this folder, without an orchestrator; ckpt replay does (trainer only)."""
     cut_rollouts: bool = False
     """Let rollouts be longer than seq_len, and their ends not be learned; otherwise that is refused."""
     colocated: bool = False
@@ -384,13 +388,8 @@ class TrainerConfig(WithTeachers, TrainerBase):
         sources = [source for source in self.teachers.values() if not is_served(source)]
         if sources:
             return f"a model of the trainer's own that scores batches ({sources[0]}) does not go"
-        others = {
-            "critic": self.critic is not None,
-            "colocated": self.colocated,
-            "router_replay": self.router_replay,
-        }
-        found = next((f"{name} was not tried" for name, is_set in others.items() if is_set), None)
-        return found or super()._not_with_megatron()
+        untried = [name for name in ("critic", "colocated", "router_replay") if getattr(self, name)]
+        return f"{untried[0]} was not tried" if untried else super()._not_with_megatron()
 
     def published_as(self, *, gpu: bool) -> str:
         """The data type in which servers get policies from a trainer on a GPU or CPU."""
@@ -429,7 +428,7 @@ class TrainerConfig(WithTeachers, TrainerBase):
         critic = self.critic
         if critic is None:
             return self
-        if critic.warmup_steps >= self.max_steps:
+        if critic.warmup_steps >= self.max_steps and self.recorded_batches is None:
             raise ValueError(
                 f"critic.warmup_steps = {critic.warmup_steps} leaves no step for the policy, as max_steps = "
                 f"{self.max_steps}: lower it"

@@ -1,10 +1,8 @@
 """What a run starts or resumes from: chosen once, before any role runs, and nothing is written."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -309,14 +307,5 @@ def _check_fit(config: RunConfig, start: Start) -> None:
             f"--seed {config.seed}: {start.folder} was made with seed {saved.seed}, and a resumed run "
             f"keeps its seed; give --seed {saved.seed}"
         )
-    for package, version in start.manifest.versions.items():
-        now = platform.python_version() if package == "python" else _version(package)
-        if now != version:
-            print(f"warning: {package} is {now} now and was {version} at step {start.step}", flush=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for package, (version, now) in start.manifest.changed_versions().items():
+        print(f"warning: {package} is {now} now and was {version} at step {start.step}", flush=True)

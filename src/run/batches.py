@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from safetensors.numpy import save
 
 from cairn.run.errors import UsageError
 from cairn.run.file_system import appears
-from cairn.run.files import DamagedFile, write_atomic
+from cairn.run.files import DamagedFile, entries, write_atomic
 from cairn.run.messages import BatchHeader
 
+BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 EXPERTS = "experts"
 """The column with the experts that a server chose."""
 UNKNOWN_EXPERT = -1
@@ -248,6 +250,12 @@ class RLBatch(Batch):
     """A batch that an orchestrator ships: its header says which step of which run it is for."""
 
     header: BatchHeader = field(kw_only=True)
+
+
+def batch_files(folder: Path) -> list[tuple[int, Path]]:
+    """The batches in a folder, each with its step, oldest first."""
+    found = ((BATCH_NAME.fullmatch(path.name), path) for path in entries(folder, ".safetensors"))
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def batch_path(folder: Path, step: int) -> Path:

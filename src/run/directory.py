@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cairn.run.batches import BadBatch, RLBatch, batch_path, open_batch, read_batch, read_origin
+from cairn.run.batches import BadBatch, RLBatch, batch_files, batch_path, open_batch, read_batch, read_origin
 from cairn.run.errors import UsageError
 from cairn.run.file_system import file_system_of, flock, look_anew, open_lock
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound="BaseModel")
 
-BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 ROLLOUTS_NAME = re.compile(r"step_([0-9]+)\.parquet")
 EVALUATION_NAME = re.compile(r".*_step_([0-9]+)\.sqlite(?:-[a-z]+)?")
 
@@ -85,6 +84,8 @@ class RunDirectory:
         self.spans = self.path / "spans"
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
+        self.trained = self.path / "trained"
+        """Batches that a checkpoint has made needless, as far as they are kept."""
         self.rollouts = self.path / "rollouts"
         self.tokens = self.path / "tokens"
         self.ledger = self.path / "ledger.sqlite"
@@ -126,6 +127,7 @@ class RunDirectory:
             self.heartbeats,
             self.spans,
             self.batches,
+            self.trained,
             self.rollouts,
             self.tokens,
             self.weights,
@@ -139,7 +141,7 @@ class RunDirectory:
         for path, shape in [(self.roles, _Roles), *objects]:
             with self._aside_if_damaged(path):
                 read_json(path, shape)
-        for path in self._batch_files():
+        for _, path in batch_files(self.batches):
             # One of another version is refused by whoever needs it; a link to nothing is replaced.
             with self._aside_if_damaged(path), contextlib.suppress(BadBatch, FileNotFoundError):
                 read_batch(path)
@@ -341,6 +343,7 @@ class RunDirectory:
         doomed = [] if same else [*ledger, self.remade]
         if self.batch(attempt, attempt.start_step + 1) is None:
             doomed += [self.batches, *self._rollouts_after(attempt.start_step)]
+        doomed += [path for step, path in batch_files(self.trained) if step > attempt.start_step]
         for path in doomed:
             if path.exists():
                 aside = folder / path.relative_to(self.path)
@@ -387,20 +390,30 @@ class RunDirectory:
         except FileNotFoundError:
             return None
 
-    def forget_batches(self, step: int) -> None:
-        """Remove the batches through `step`, which a committed checkpoint has made needless."""
-        for number in self.batch_steps():
-            if number <= step:
-                batch_path(self.batches, number).unlink(missing_ok=True)
+    def forget_batches(self, step: int, *, keep_bytes: float = 0) -> None:
+        """Remove the batches through `step`, which a committed checkpoint has made needless.
+
+        Args:
+            keep_bytes: so much of them, the newest, is moved to `trained` instead. One that can't be moved is
+                removed.
+        """
+        for number, path in batch_files(self.batches):
+            if number > step:
+                continue
+            with contextlib.suppress(OSError):
+                if keep_bytes:
+                    self.trained.mkdir(exist_ok=True)
+                    path.rename(batch_path(self.trained, number))
+            path.unlink(missing_ok=True)
+        total = 0
+        for _, path in reversed(batch_files(self.trained) if keep_bytes else []):
+            total += path.stat().st_size
+            if total > keep_bytes:
+                path.unlink()
 
     def batch_steps(self) -> list[int]:
-        """The steps that have a batch's file, oldest first; of whichever branch."""
-        return sorted(
-            int(match[1]) for path in self._batch_files() if (match := BATCH_NAME.fullmatch(path.name))
-        )
-
-    def _batch_files(self) -> list[Path]:
-        return [path for path in entries(self.batches, "") if BATCH_NAME.fullmatch(path.name)]
+        """The steps that have a batch's file in transit, oldest first; of whichever branch."""
+        return [step for step, _ in batch_files(self.batches)]
 
     # Asking a run to stop: any role may, the trainer heeds it at the next step boundary.
 

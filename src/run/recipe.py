@@ -59,6 +59,8 @@ TRAINER = Compared(
                 "batch_timeout",
                 "cut_rollouts",
                 "keep_tokens_gb",
+                "keep_batches_gb",
+                "recorded_batches",
             ),
             # The records are compared by content, and so are those of validations.
             *("data.name", "data.split", "data.read", "data.sets", "data.epochs", "validation.data"),

@@ -26,6 +26,7 @@ from cairn.tools.ckpt_places import (
     step_folder,
     tier_at,
 )
+from cairn.tools.ckpt_replay import Bisect, Prove, ReplaySteps
 from cairn.tools.ckpt_steps import Copy, ListSteps, Prune
 
 
@@ -163,7 +164,10 @@ def _uploaded(step: Path) -> str | None:
 
 COMMANDS = {
     command.command.removeprefix("ckpt "): command
-    for command in (ListSteps, Show, Verify, Diff, Prune, Fork, Copy, AverageSteps, Import, Export, Audit)
+    for command in (
+        *(ListSteps, Show, Verify, Diff, Prune, Fork, Copy, AverageSteps, Import, Export),
+        *(Audit, ReplaySteps, Prove, Bisect),
+    )
 }
 
 

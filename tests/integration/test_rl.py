@@ -20,6 +20,7 @@ from runs import (
     Server,
     Shell,
     free_port,
+    printed,
     read,
     rows,
     step_folder,
@@ -108,6 +109,7 @@ def halves(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
         *("--orchestrator.inference-url", server.url),
         *("--orchestrator.environment.name", "observed:Observed"),
         *("--orchestrator.environment.args", json.dumps(environment, default=str)),
+        *("--trainer.keep-batches-gb", 1),
     )
     shell.succeed(*arguments, "--max-steps", 10)
     asked_before = len(problems.read_text().split())
@@ -136,6 +138,20 @@ def halves(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
         status_after=status(server),
         checksums_after=server.ask(lambda client: client.weight_checksums()),
     )
+
+
+def test_its_steps_are_taken_again_on_the_batches_that_it_kept(shell: Shell, halves: Halves):
+    """Without orchestrator and server: the same rows, weights and moments; a lost batch is named."""
+    found = printed(shell.succeed("ckpt", "replay", halves.run, "--json"))
+    assert (found["start"], found["last"], found["verdict"]) == (10, 20, "same")
+    assert found["tensors"] > 100
+    lost = batch_path(halves.run / "trained", 12)
+    aside = lost.rename(lost.with_suffix(".aside"))
+    ended = shell.run("ckpt", "replay", halves.run, "--step", 11)
+    aside.rename(lost)
+    assert ended.code == 2
+    assert "the batches of step 12 are not kept" in ended.output
+    assert "--trainer.keep-batches-gb" in ended.output
 
 
 def test_a_resumed_run_samples_from_the_step_it_goes_on_from(halves: Halves):

@@ -20,6 +20,7 @@ from runs import (
     Finished,
     Shell,
     assert_same_bits,
+    printed,
     read,
     rows,
     step_folder,
@@ -31,6 +32,7 @@ from runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.api.reading import load_checkpoint
+from cairn.checkpoint.manifest import FileEntry
 from cairn.config.trainer import SFTDataConfig
 from cairn.run.directory import RunDirectory
 from cairn.run.signals import REPEAT_SECONDS
@@ -173,6 +175,11 @@ def test_each_checkpoint_names_the_one_before_it(parts: Parts):
     assert [manifest["world_size"] for manifest in manifests] == [1, 1, 1]
 
 
+def test_parts_never_part(shell: Shell, straight: Path, parts: Parts):
+    """`ckpt bisect` finds no difference between them and a run that went straight."""
+    assert "the same through step 40" in shell.succeed("ckpt", "bisect", straight, parts.run)
+
+
 def test_an_audit_finds_nothing(shell: Shell, straight: Path, parts: Parts, rewound: "Rewound"):
     """Neither in a run that went straight, nor in one of several parts, nor in one that went back."""
     for run in (straight, parts.run, rewound.run):
@@ -224,6 +231,62 @@ def test_what_a_finished_run_leaves(shell: Shell, straight: Path):
     assert [entry["step"] for entry in listed] == [20, 40]
     verified = json.loads(shell.succeed("ckpt", "verify", straight, "--json"))
     assert [entry["ok"] for entry in verified] == [True, True]
+
+
+# Steps taken again
+
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def flipped(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, as if a bit of a weight had been flipped in memory before step 40 was saved."""
+    run = tmp_path_factory.mktemp("flipped") / "run"
+    shutil.copytree(straight, run)
+    folder = step_folder(run, 40)
+    path = folder / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    begin = json.loads(content[8 : 8 + header])[WEIGHT]["data_offsets"][0]
+    content[8 + header + begin + 4 * 5 + 2] ^= 1 << 3  # of the sixth value, in float32
+    path.write_bytes(content)
+    manifest = read(folder / "manifest.json")
+    manifest["files"]["model/model.safetensors"] = FileEntry.read(path).model_dump()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return run
+
+
+def test_a_run_is_proved_by_taking_its_steps_again(shell: Shell, straight: Path, data: Path):
+    """Two stretches, drawn; each gives the rows, weights and moments that the run has, and the run stays."""
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*") if path.is_file()}
+    proof = printed(shell.succeed("ckpt", "prove", straight, "--sample", 5, "--json"))
+    assert proof["ok"]
+    assert [(one["start"], one["last"], one["verdict"]) for one in proof["replayed"]] == [
+        (0, 20, "same"),
+        (20, 40, "same"),
+    ]
+    assert all(one["tensors"] == len(tensors(step_folder(straight, 40))) for one in proof["replayed"])
+    assert read(straight / "proof.json") == proof
+    assert "2 of 2 stretches (40 steps)" in (straight / "proof.md").read_text()
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert not list(straight.parent.glob(".cairn-replay-*"))
+
+
+def test_a_flipped_bit_is_found_and_named(shell: Shell, straight: Path, flipped: Path):
+    """Although every checksum is right: by taking the steps again, and by comparing it with another run."""
+    shell.succeed("ckpt", "verify", flipped)
+    ended = shell.run("ckpt", "replay", flipped, "--step", 20, "--through", 40)
+    assert ended.code == 1
+    assert f"{WEIGHT}: 1 of" in ended.output
+    assert "(bit 19 flipped)" in ended.output
+    assert "a single bit of model/model: " in ended.output
+    parted = shell.run("ckpt", "bisect", straight, flipped, "--json")
+    assert parted.code == 1
+    found = printed(parted.output)
+    assert (found["step"], found["same_through"], found["role"]) == (40, 39, "trainer")
+    assert [tensor["name"] for tensor in found["tensors"]] == [f"model/model: {WEIGHT}"]
+    assert found["differences"] == []
 
 
 # Two ranks, and going back

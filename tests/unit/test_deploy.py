@@ -17,6 +17,7 @@ from cairn.inference.plugin.middleware import OPEN_ROUTES
 from cairn.launch.ray.environment import PREFIXES
 from cairn.run.directory import RESERVE_SECONDS
 from cairn.run.exits import EXIT_STOPPED, EXIT_USAGE
+from cairn.watch.page.command import ServeDash
 
 DEPLOY = REPOSITORY / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -226,6 +227,42 @@ def test_ranks_get_rdma_devices_and_the_interface():
         told = {name for name, value in environment(container).items() if value == "eth0"}
         assert told == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
         assert all(name.startswith(PREFIXES) for name in told), "they are handed to the ranks"
+
+
+SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+
+
+def test_composed_commands_are_ones_that_there_are(monkeypatch: pytest.MonkeyPatch):
+    """The run asks the server that is there, both see the same files, and the page shows its folder."""
+    monkeypatch.chdir(REPOSITORY)
+    (server, run, page) = (SERVICES[name]["command"] for name in ("server", "run", "page"))
+    serves = load(COMMANDS[server[0]], server[1:])
+    assert (serves.host, serves.port) == ("127.0.0.1", 8000)
+    assert f"http://{serves.host}:{serves.port}/health" in SERVICES["server"]["healthcheck"]["test"][-1]
+    assert "/health" in OPEN_ROUTES["GET"], "it is asked without a token"
+    config = load(COMMANDS[run[0]], run[1:])
+    assert config.orchestrator.inference_url == [f"http://{serves.host}:{serves.port}"]
+    assert config.ckpt.resume == "auto"
+    assert SERVICES["run"]["stop_grace_period"] == "2m"
+    assert config.preemption.seconds + RESERVE_SECONDS < 120
+    folder = load(ServeDash, page[1:]).folder
+    assert Path(config.output_dir).is_relative_to(folder)
+    for service in SERVICES.values():
+        assert service["network_mode"] == "host", "nothing listens on other addresses than 127.0.0.1"
+        assert service["volumes"] == [f"../runs:{folder}"]
+        assert service["build"]["dockerfile"] == "deploy/Dockerfile"
+
+
+def test_composed_services_on_gpus_are_the_same():
+    """The second file only adds GPUs, and says which of them the server has."""
+    gpus = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
+    assert gpus.keys() == {"server", "run"}
+    command = gpus["server"]["command"]
+    assert command[:3] == SERVICES["server"]["command"]
+    assert load(COMMANDS["inference"], command[1:]).gpus == "0,"
+    for service in gpus.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
 
 
 def test_the_image_is_made_of_what_there_is():

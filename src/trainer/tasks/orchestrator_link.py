@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
-from cairn.run.batches import Batch
+from cairn.run.batches import Batch, batch_path, open_batch
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.messages import Attempt
 from cairn.run.waiting import wait_for
@@ -67,6 +69,7 @@ class LiveOrchestrator(OrchestratorLink):
         """Publish the policy that training starts from."""
         run, attempt, state = context.run, context.attempt, context.state
         self._run = run
+        self._keep_bytes = config.keep_batches_gb * 1e9
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt, state.backend)
         self._replay = Replay(run, attempt)
@@ -113,8 +116,8 @@ class LiveOrchestrator(OrchestratorLink):
             self._publisher.publish(step, save=save, last=decision.last)
 
     def committed(self, step: int) -> None:
-        """Batches through `step` are needless."""
-        self._run.forget_batches(step)
+        """Batches through `step` are needless, or kept for replays."""
+        self._run.forget_batches(step, keep_bytes=self._keep_bytes)
 
     def end(self, step: int, *, save: bool) -> None:
         """Announce the policy of `step` once more, as the run's last."""
@@ -187,6 +190,33 @@ class ShippedBatches:
         return batch
 
 
+class RecordedBatches(OrchestratorLink):
+    """Batches that another run has kept, one a step; policies go nowhere."""
+
+    def __init__(self, config: TrainerConfig, context: Context):
+        self._folder = Path(config.recorded_batches or "")
+        self._run = context.run
+
+    def next_batch(self, step: int) -> Batch | None:
+        """That of the step, whichever run it is of.
+
+        Raises:
+            UsageError: it is not there.
+            BadBatch: it can't be trained on.
+        """
+        if self._run.stop_requested():
+            return None
+        path = batch_path(self._folder, step)
+        try:
+            return open_batch(path)
+        except FileNotFoundError:
+            raise UsageError(
+                f"--recorded-batches {self._folder}: has no {path.name}; a run keeps its batches with "
+                "--trainer.keep-batches-gb"
+            ) from None
+
+
 def make_link(config: TrainerConfig, context: Context) -> OrchestratorLink:
-    """What the configuration asks for; all ranks call it."""
-    return LiveOrchestrator(config, context)
+    """As the configuration says; all ranks call it."""
+    kind = LiveOrchestrator if config.recorded_batches is None else RecordedBatches
+    return kind(config, context)
