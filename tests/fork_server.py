@@ -308,6 +308,32 @@ def spawning(server: ForkServer) -> Callable[[str, Sequence[Any], Sequence[Any]]
     return spawn
 
 
+class _Instead(BaseException):
+    """This process is to be another program; unwinds what it was."""
+
+    def __init__(self, program: list[str]):
+        self.program = program
+
+
+def executing(server: ForkServer) -> Callable[[str, Sequence[Any]], NoReturn]:
+    """A function to replace `os.execv` in a process that is a fork.
+
+    It has imported what the other program needs, so it becomes that by itself, as what starts with a program
+    that sees to its signals, and then executes a command.
+    """
+    execute = os.execv
+
+    def become_another(path: str, arguments: Sequence[Any]) -> NoReturn:
+        program = [path, *map(os.fsdecode, arguments[1:])]
+        if threading.current_thread() is threading.main_thread() and server.takes(
+            program, dict(os.environ), [0, 1, 2]
+        ):
+            raise _Instead(program)
+        execute(path, arguments)
+
+    return become_another
+
+
 class _Chosen(threading.local):
     """What the processes that this thread starts are started by."""
 
@@ -532,9 +558,19 @@ def _show_as(program: list[str]) -> None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """Run the program, as Python does."""
-    program = request["program"]
+    """Run the program, and whatever it executes in its place."""
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    left = [request["program"]]
+    while left:
+        try:
+            _run(left.pop())
+        except _Instead as instead:
+            left.append(instead.program)
+            _show_as(instead.program)
+
+
+def _run(program: list[str]) -> None:
+    """Run the program, as Python does."""
     if program[1:2] == [str(HERE)]:  # by `launch`, with vLLM
         _serve_after(preload_vllm, int(program[2]), int(program[3]))
         return
@@ -582,6 +618,7 @@ def own_server(request: dict[str, Any]) -> dict[str, Any]:
             return request
         server = ForkServer(here, name, _environment, has_vllm=bool(_set_by_vllm))
         subprocess._fork_exec = through(server)  # pyright: ignore[reportAttributeAccessIssue]
+        os.execv = executing(server)
         if server.has_vllm:
             multiprocessing.util.spawnv_passfds = spawning(server)  # pyright: ignore[reportAttributeAccessIssue]
         return request

@@ -180,6 +180,37 @@ def ask_python(server: ForkServer | None, code: str, tmp_path: Path, **variables
     return json.loads((tmp_path / "out").read_text())
 
 
+EXECUTES = """
+from cairn.run import files
+import os, sys
+
+os.environ["CAIRN_FIRST"] = str(os.getpid())
+program = (
+    "from cairn.run import files; import json, os, sys;"
+    "found = os.environ['CAIRN_FIRST'] == str(os.getpid());"
+    "print(json.dumps([found, sys.argv[1:], os.path.exists('/proc/self/fd/0'), 'torch' in sys.modules]))"
+)
+os.execv(sys.executable, [sys.executable, "-c", program, "a b", "c"])
+"""
+
+
+def test_what_a_fork_executes_it_becomes(server: ForkServer, tmp_path: Path):
+    """It stays the same process, and needs no imports of its own."""
+    found = []
+    for one in (server, None):
+        with open(tmp_path / "out", "wb") as out, fork_server.forking(one):
+            process = subprocess.Popen(
+                [sys.executable, "-c", EXECUTES],
+                env=runs.environment_of_commands(),
+                cwd=runs.REPOSITORY,
+                stdout=out,
+            )
+        assert process.wait(60) == 0
+        found.append(json.loads((tmp_path / "out").read_text()))
+    assert found[0] == [True, ["a b", "c"], True, True]
+    assert found[1] == [True, ["a b", "c"], True, False]
+
+
 def test_variables_that_torch_reads_when_it_is_imported(with_vllm: ForkServer, tmp_path: Path):
     """A fork of it has their effect."""
     code = (
