@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in {**generated_pages(), "CHANGELOG.md": changes}.items():
         files.append(File.generated(config, path, content=text))
     for figure in sorted(ROOT.glob("recipes/*/results.png")):
-        path = f"results/{figure.parent.name}.png"
+        path = f"results/recipe_{figure.parent.name}.png"
         files.append(File.generated(config, path, abs_src_path=str(figure)))
     return files
 
@@ -54,7 +54,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Show links out of docs/ as text: the site has no page of theirs. Figures of recipes it has."""
     to_results = os.path.relpath("results", Path(page.file.src_uri).parent)
-    markdown = re.sub(r"\((?:\.\./)+recipes/(\w+)/results\.png\)", rf"({to_results}/\1.png)", markdown)
+    markdown = re.sub(r"\((?:\.\./)+recipes/(\w+)/results\.png\)", rf"({to_results}/recipe_\1.png)", markdown)
     return without_links_out(markdown, (DOCS / page.file.src_uri).parent)
 
 
