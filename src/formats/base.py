@@ -32,6 +32,8 @@ class Content:
     origin: where the weights come from, for a model card, as far as it is known: `base` (the model that
     training began with), `method` (sft or reinforcement-learning), `data` (data sets or environments), `run`,
     `saved` (when), Cairn's `version`.
+    inputs: what a run has trained on, with digests: its `data` or `environment`, and its `tokenizer`, as far
+    as it is known.
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
     said: what was chosen or corrected, one sentence each.
     write_companions: writes config.json and tokenizer into a folder, for sources without such files that say
@@ -51,6 +53,7 @@ class Content:
     optimizer: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
+    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     write_companions: Callable[[Path], None] | None = None

@@ -214,6 +214,16 @@ def covers(key: str, name: str) -> bool:
 # Identities
 
 
+INPUTS = ("data", "environment", "tokenizer")
+"""The entries of a recipe that say what the run is trained on."""
+
+
+def inputs_of(trainer: Mapping[str, Any], orchestrator: Mapping[str, Any]) -> dict[str, Any]:
+    """What the two parts of a recipe say the run is trained on, as far as they say it."""
+    both = {**orchestrator, **trainer}
+    return {key: both[key] for key in INPUTS if both.get(key)}
+
+
 def tokenizer_of(folder: Path) -> str:
     """Names the tokenizer and chat template of a Hugging Face directory: a digest of their files."""
     digest = hashlib.blake2b(digest_size=16)

@@ -26,6 +26,7 @@ from cairn.tools.ckpt_places import (
     step_folder,
     tier_at,
 )
+from cairn.tools.ckpt_push import Push
 from cairn.tools.ckpt_replay import Bisect, Prove, ReplaySteps
 from cairn.tools.ckpt_steps import Copy, ListSteps, Prune
 
@@ -165,7 +166,7 @@ def _uploaded(step: Path) -> str | None:
 COMMANDS = {
     command.command.removeprefix("ckpt "): command
     for command in (
-        *(ListSteps, Show, Verify, Diff, Prune, Fork, Copy, AverageSteps, Import, Export),
+        *(ListSteps, Show, Verify, Diff, Prune, Fork, Copy, AverageSteps, Import, Export, Push),
         *(Audit, ReplaySteps, Prove, Bisect),
     )
 }

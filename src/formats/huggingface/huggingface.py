@@ -27,15 +27,16 @@ METHODS = {
 """What made the weights: the hub's tag, and in words."""
 
 
-def model_card(content: Content, dtype: str | None) -> str:
+def model_card(content: Content, dtype: str | None, library: str = "transformers") -> str:
     """The card: base model, how the weights were made, and the settings, as far as the step says.
 
     Args:
         dtype: torch's name of the data type that was asked for; None: as in training.
+        library: that opens the folder, by its name on the hub.
     """
     origin = content.origin
     base, method = origin.get("base"), origin.get("method")
-    header = ["library_name: transformers", "pipeline_tag: text-generation"]
+    header = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if base and HUB_NAME.fullmatch(base):
         header.append(f"base_model: {base}")
     if data := [name for name in origin.get("data", "").split(", ") if HUB_NAME.fullmatch(name)]:
@@ -58,6 +59,9 @@ def model_card(content: Content, dtype: str | None) -> str:
     if content.settings:
         settings = [f"{name} = {json.dumps(value)}" for name, value in sorted(content.settings.items())]
         lines += ["", "## Settings of the run", "", "```", *settings, "```"]
+    if content.inputs:
+        lines += ["", "## What it was trained on", "", "Numbers and digests, by which Cairn knows it:", ""]
+        lines += ["```json", json.dumps(content.inputs, indent=2, sort_keys=True), "```"]
     return "\n".join(["---", *header, "---", "", "# " + (base or "Model").rpartition("/")[2], "", *lines, ""])
 
 

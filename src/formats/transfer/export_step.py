@@ -12,7 +12,15 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
-from cairn.checkpoint.step_folder import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
+from cairn.checkpoint.step_folder import (
+    ADAPTER,
+    CRITIC,
+    MODEL,
+    OPTIMIZER,
+    OrchestratorRecord,
+    StepFolder,
+    TrainerRecord,
+)
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.formats import EXPORTERS, FORMATS, Content, Stage, Verification, WriteOptions, no_progress
 from cairn.formats.base import written_bytes
@@ -23,6 +31,7 @@ from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
 from cairn.run.jsonlines import as_object
+from cairn.run.recipe import inputs_of
 from cairn.run.view import RunView
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
@@ -39,7 +48,6 @@ def content_of_step(folder: Path) -> Content:
             there, or is another model.
     """
     step = StepFolder(folder)
-    record = step.trainer_state()
     tensors: dict[str, Mapping[str, TensorSource]]
     if is_adapter(step.model):
         tensors = {MODEL: FORMATS["peft"].read(step.model).tensors[MODEL], ADAPTER: step.tensors(ADAPTER)}
@@ -47,11 +55,22 @@ def content_of_step(folder: Path) -> Content:
         tensors = {MODEL: step.tensors(MODEL), OPTIMIZER: step.tensors(OPTIMIZER)}
     if not tensors[MODEL]:
         raise Damaged(f"{step.model}: holds no weights")
-    content = Content({stem: named for stem, named in tensors.items() if named}, model=step.model)
+    return replace(about_step(folder), tensors={stem: named for stem, named in tensors.items() if named})
+
+
+def about_step(folder: Path) -> Content:
+    """What a step says of itself, without its tensors.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or is damaged.
+    """
+    step = StepFolder(folder)
+    record = step.trainer_state()
     if record is None:
-        return content
+        return Content({}, model=step.model)
+    asked = step.orchestrator_state() or OrchestratorRecord()
     return Content(
-        content.tensors,
+        {},
         model=step.model,
         step=record.progress.get("step"),
         tokens=record.progress.get("total_tokens"),
@@ -59,6 +78,7 @@ def content_of_step(folder: Path) -> Content:
         optimizer=record.optimizer,
         settings=(record.recipe or {}).get("settings", {}),
         origin=_origin(folder, record),
+        inputs=inputs_of(record.recipe or {}, asked.recipe or {}),
     )
 
 

@@ -24,6 +24,7 @@ from cairn.model.described import (
     refuse_quantized,
 )
 from cairn.model.peft_settings import adapter_settings
+from cairn.remote.hub import network_errors
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, read_json, sync
@@ -245,14 +246,13 @@ def _fetch(name: str, patterns: list[str]) -> str:
         raise UsageError(
             f"--model.name {name}: there is no such folder, and it is not a hub name (owner/name)"
         )
-    import httpx
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         _refuse_quantized(Path(hf_hub_download(name, "config.json")).parent, name)
         return os.path.abspath(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, *network_errors(), OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"--model.name {name}: there is no such folder, and the hub did not deliver it ({reason})"

@@ -12,13 +12,10 @@ from cairn.orchestrator.environment_identity import same_environment
 from cairn.run.changes import Settings
 from cairn.run.data_sets import same_records
 from cairn.run.files import DamagedFile
-from cairn.run.recipe import ORCHESTRATOR, TRAINER, Compared
+from cairn.run.recipe import INPUTS, ORCHESTRATOR, TRAINER, Compared, inputs_of
 from cairn.run.view import RunView
 from cairn.tools.audit.report import Report, Segment
 from cairn.tools.audit.steps import read_state
-
-INPUTS = ("data", "environment", "tokenizer")
-"""The entries of a recipe that say what the run is trained on."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def _recipe(step: int | None, state: TrainerRecord, orchestrator: Mapping[str, A
         "settings": {"data.batch_size": (state.config or {}).get("data", {}).get("batch_size")},
         "data": state.data,
     }
-    inputs = {key: value for key in INPUTS if (value := {**orchestrator, **trainer}.get(key))}
+    inputs = inputs_of(trainer, orchestrator)
     changes: list[Mapping[str, Any]] = []
     for change in [*trainer.get("changes", []), *orchestrator.get("changes", [])]:
         changes += [] if change in changes else [change]  # in a run of both, both roles keep all
