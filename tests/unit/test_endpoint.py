@@ -20,13 +20,13 @@ from test_programs import Power, complete, digest, runner
 
 from cairn.endpoint import (
     Asked,
-    Endpoint,
     Rules,
     Session,
     UnanswerableRequest,
     chat_completions,
     responses,
 )
+from cairn.endpoint.server import Endpoint
 from cairn.orchestrator.environments import Reply
 from cairn.run.conversations import NoPrompt
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.vllm_command import differing_files
 from cairn.launch.plan.environments import facts_of
 from cairn.launch.plan.settings import settle
@@ -22,6 +21,7 @@ from cairn.run.machine import Machine
 from cairn.run.waiting import run_async
 
 if TYPE_CHECKING:
+    from cairn.inference.client import ServerStatus  # which imports httpx
     from cairn.launch.plan.run_plan import Draft
 
 ANSWER_SECONDS = 30.0
@@ -106,7 +106,7 @@ def gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:
     return {gpu: url for url in urls for gpu in _status(url, patience).gpus or ()}
 
 
-def _problem_with(status: ServerStatus, config: RLConfig) -> str | None:
+def _problem_with(status: "ServerStatus", config: RLConfig) -> str | None:
     """Why a server does not take what the trainer publishes, or tell what it needs; None if it does."""
     if config.trainer.router_replay and (lacks := status.lacks_for_replay):
         return lacks
@@ -137,7 +137,7 @@ def _patience(config: RLConfig) -> float:
     return (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
 
 
-def _status(url: str, patience: float) -> ServerStatus:
+def _status(url: str, patience: float) -> "ServerStatus":
     """What the server says of itself; when a run resumes, it may still be starting.
 
     Raises:
@@ -146,7 +146,9 @@ def _status(url: str, patience: float) -> ServerStatus:
     return run_async(_ask(url, patience))
 
 
-async def _ask(url: str, patience: float) -> ServerStatus:
+async def _ask(url: str, patience: float) -> "ServerStatus":
+    from cairn.inference.client import InferenceClient  # most runs have a server of their own, or none
+
     end = time.monotonic() + patience
     waiting = False
     async with InferenceClient(url, timeout=ANSWER_SECONDS, retry_for=0) as client:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, checked_ignore
-from cairn.endpoint.server import Endpoint
 from cairn.orchestrator.environments.agent_process import Ended, inherited, log_of_agents, run_agent
 from cairn.orchestrator.environments.calls import shortened, wrong_with_methods
 from cairn.orchestrator.environments.data_set import ProblemSource
@@ -173,6 +172,8 @@ class AgentPrograms(Programs):
 
     def __init__(self, environment: Any, config: OrchestratorConfig):
         super().__init__(environment, config)
+        from cairn.endpoint.server import Endpoint  # imports aiohttp, which only who trains agents needs
+
         self._endpoint = Endpoint()
         self._rules = Rules(
             config.sampling.temperature,
