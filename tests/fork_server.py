@@ -58,7 +58,8 @@ WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums
 WRITER = "checkpoint.saving.writer"
 HARNESS = "scripts/chaos.py"
 """Of our scripts it starts most commands."""
-FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
+EARLY = "launch.early"
+FORKED = ("launch.roles", EARLY, "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
@@ -172,7 +173,7 @@ class HelperServer:
 
     def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
         """Only helpers: tests that start another program themselves have their reasons."""
-        if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER):
+        if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER, EARLY):
             return False
         server = self._start_server()
         set_by_imports = {name for name, value in environment.items() if self._by_imports.get(name) == value}
