@@ -56,8 +56,6 @@ PREFLIGHT = "launch.plan.preflight"
 WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
 WRITER = "checkpoint.saving.writer"
-HARNESS = "scripts/chaos.py"
-"""Of our scripts it starts most commands."""
 EARLY = "launch.early"
 FORKED = ("launch.roles", EARLY, "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
@@ -136,7 +134,7 @@ class ForkServer:
             return program[2].removeprefix("cairn.") in FORKED
         if program[1:2] == ["-c"]:
             return bool(IMPORTS_OURS.search(program[2])) or _is_forkserver(program)
-        return program[1:2] in ([str(HERE)], [HARNESS]) or _is_command(Path(program[0]))
+        return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """Have a child of this process forked; returns its process id."""

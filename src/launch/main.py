@@ -186,6 +186,14 @@ def chat() -> Callable[[], int]:
     return functools.partial(run, policy_to_serve)
 
 
+@_tool
+def chaos() -> Callable[[], int]:
+    """`chaos -- sft @ my.toml`: kill your own run at random moments, and check that nothing was lost."""
+    from cairn.tools.chaos.command import run
+
+    return run
+
+
 # The command `cairn`
 
 
@@ -194,7 +202,7 @@ EACH: dict[str, Callable[[], int]] = {
     for command in (
         *(new, sft, dpo, reward, rl, eval, chat, env),
         *(inference, trainer, orchestrator),
-        *(runs, watch, dash, diagnose, report, rollouts, ckpt),
+        *(runs, watch, dash, diagnose, report, rollouts, ckpt, chaos),
     )
 }
 """All commands by name, in the order of `cairn --help`."""

@@ -136,11 +136,16 @@ def strike(
     shell: Shell, *arguments: object, deadline: float, environment: Mapping[str, str] | None = None
 ) -> tuple[dict, str]:
     """Run the harness, which must find no violation; returns its summary and all its output."""
-    with shell.start("python", "scripts/chaos.py", *arguments, environment=environment) as harness:
+    page = shell.folder / "chaos.md"
+    with shell.start("cairn", "chaos", "--page", page, *arguments, environment=environment) as harness:
         finished = harness.finish(deadline)
     assert finished.code == 0, finished.output
     summary = json.loads(finished.output.splitlines()[-1])
     assert summary["violations"] == []
+    assert summary["proved"] > 0, "the last steps were taken again"
+    said = page.read_text()
+    assert "nothing was lost" in said
+    assert said.count("kept its promises") == summary["runs"]
     return summary, finished.output
 
 
@@ -167,6 +172,6 @@ def test_a_lost_machine(shell: Shell, tmp_path: Path):
 )
 def test_a_command_that_can_not_be_disturbed(shell: Shell, command: list[str], message: str):
     """Exit code 2, and why."""
-    finished = shell.run("python", "scripts/chaos.py", "--seed", 1, "--runs", 1, "--", *command)
+    finished = shell.run("cairn", "chaos", "--seed", 1, "--runs", 1, "--", *command)
     assert finished.code == 2, finished.output
     assert message in finished.output

@@ -38,7 +38,7 @@ STRIKES = {
 WRITERS = ("save.write", "save.before_fsync", "save.before_part")
 
 
-# Points that only a whole RL run reaches: scripts/chaos.py draws its faults from all points.
+# Points that only a whole RL run reaches: cairn chaos draws its faults from all points.
 OF_RL_RUNS = ("trainer.", "publish.", "orchestrator.")
 OF_COMMANDS = ("export.", "import.", "adopt.")
 """Points that only `ckpt` reaches: test_killed_conversions.py."""

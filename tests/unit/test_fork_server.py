@@ -118,7 +118,7 @@ def test_what_is_forked(server: ForkServer, tmp_path: Path, monkeypatch: pytest.
     assert takes("python", "-m", role, CAIRN_FAULT="x", RAY_AUTH_MODE="token")
     assert takes("python", "-m", "cairn.checkpoint.saving.writer", "7")
     assert not takes("python", "-m", "cairn.launch.slurm.wait_for_nodes")
-    assert takes("python", "scripts/chaos.py", "--seed", "1")
+    assert takes("cairn", "chaos", "--seed", "1")
     assert not takes("python", "scripts/gpu_all.py")
     assert takes("python", "-c", "from cairn.launch import main")
     assert not takes("python", "-c", "import torch")

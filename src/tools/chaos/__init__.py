@@ -1,1 +1,1 @@
-"""Strikes runs with seeded disasters and checks Cairn's promises; scripts/chaos.py is the command."""
+"""Strikes runs with seeded disasters and checks Cairn's promises; `cairn chaos` is the command."""

@@ -25,6 +25,7 @@ SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
 RL = ["rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml", *SHORT]
 RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
 NETWORK = ["--trainer.weight-transport", "network"]
+KEEPING = ["--trainer.keep-batches-gb", "1"]
 REMOTE = ["--ckpt.remote-keep-last", "2"]
 PAIR = [*SFT, "--workers", "2"]
 HELD_OUT = ["--data.held-out", "0.02", "--validation", '[{"name": "held", "interval": 2}]']
@@ -66,6 +67,8 @@ class Bench:
     folder: Path
     command: list[str]
     tasks: dict[str, ChaosTask]
+    proves: bool = False
+    """Whether steps are taken again, for which RL has to keep its batches."""
 
     def task(self, run: int) -> ChaosTask:
         """The task of run number `run`."""
@@ -73,7 +76,9 @@ class Bench:
 
     def _task(self, kind: str) -> ChaosTask:
         if kind not in self.tasks:
-            self.tasks[kind] = self._make(kind)
+            task = self._make(kind)
+            keeping = KEEPING if self.proves and task.command[0] == "rl" else []
+            self.tasks[kind] = replace(task, command=[*task.command, *keeping])
         return self.tasks[kind]
 
     def _make(self, kind: str) -> ChaosTask:

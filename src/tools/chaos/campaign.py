@@ -23,7 +23,7 @@ from cairn.tools.chaos.task import ChaosTask, Result
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a campaign; see scripts/chaos.py."""
+    """The options of a campaign; see `cairn chaos --help`."""
 
     seed: int
     runs: int
@@ -34,6 +34,8 @@ class Options:
     """Empty: short runs of configs/reverse_text alternate."""
     faults: tuple[str, ...] = ()
     """What strikes each run instead of drawn disasters, as in CAIRN_FAULT."""
+    prove: bool = False
+    """Whether the last steps of each run are taken again."""
 
 
 class Campaign:
@@ -61,10 +63,14 @@ class Campaign:
         self.missed = 0
         self.recomputed: list[int] = []
         self.lost: list[int] = []
+        self.proved = 0
+        self.each: list[dict[str, Any]] = []
         self._benches: queue.Queue[Bench] = queue.Queue()
         for job in range(options.jobs):
             (self.folder / f"job_{job}").mkdir(exist_ok=True)
-            self._benches.put(Bench(self.folder / f"job_{job}", list(options.command), {}))
+            self._benches.put(
+                Bench(self.folder / f"job_{job}", list(options.command), {}, proves=options.prove)
+            )
 
     def run(self) -> dict[str, Any]:
         """All runs; returns the summary."""
@@ -88,6 +94,8 @@ class Campaign:
             "goodput": round(statistics.fmean(self.goodputs), 3) if self.goodputs else None,
             "kills": dict(sorted(self.kills.items())),
             "missed": self.missed,
+            "proved": self.proved,
+            "each": sorted(self.each, key=lambda run: run["run"]),
             "recomputed": _mean_and_most(self.recomputed),
             "lost": _mean_and_most(self.lost),
             "seconds": round(time.monotonic() - started, 1),
@@ -101,7 +109,8 @@ class Campaign:
             chance = random.Random(derive(self.options.seed, "chaos", run))
             given = [Disaster("fault", fault) for fault in self.options.faults]
             plan = given or draw(chance, task.setting)
-            result = ChaosRun(task, plan, self.folder / f"run_{run}", chance).go()
+            folder = self.folder / f"run_{run}"
+            result = ChaosRun(task, plan, folder, chance, prove=self.options.prove).go()
         finally:
             self._benches.put(bench)
         for disaster in result.struck:
@@ -109,9 +118,13 @@ class Campaign:
         self.missed += len(result.missed)
         self.recomputed += result.recomputed
         self.lost += result.lost
+        self.proved += result.proved
         goodput = calm.seconds / result.seconds if calm.seconds and result.seconds else None
         if goodput:
             self.goodputs.append(goodput)
+        about = {"run": run, "command": task.command[0], "goodput": goodput, "recomputed": result.recomputed}
+        struck = [str(disaster) for disaster in plan if disaster not in result.missed]
+        self.each.append({**about, "disasters": struck, "violations": result.violations})
         self._report(run, task, plan, result, goodput)
 
     def _calm(self, bench: Bench, task: ChaosTask) -> Result:
@@ -137,7 +150,7 @@ class Campaign:
             own = [f"--faults {','.join(self.options.faults)}"] if self.options.faults else []
             own += [f"-- {shlex.join(self.options.command)}"] if self.options.command else []
             again = [
-                "scripts/chaos.py",
+                "cairn chaos",
                 "--seed",
                 str(self.options.seed),
                 "--first",

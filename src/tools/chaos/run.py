@@ -23,6 +23,9 @@ from cairn.tools.chaos.disasters import Disasters, mount_small_disk, remove_fold
 from cairn.tools.chaos.plan import Disaster
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.task import DEADLINE, ChaosTask, Result, RunWatch
+from cairn.tools.replay.again import ReplayFailed
+from cairn.tools.replay.recorded import RecordedRun
+from cairn.tools.replay.replay import replay
 
 PATIENCE = 60.0
 """Seconds that remaining processes have to exit by themselves."""
@@ -38,8 +41,17 @@ MEASURED = ("time/", "run/", "servers/", "weights/")
 class ChaosRun:
     """A task's command from its first start to its end, through all disasters."""
 
-    def __init__(self, task: ChaosTask, plan: list[Disaster], folder: Path, chance: random.Random):
+    def __init__(
+        self,
+        task: ChaosTask,
+        plan: list[Disaster],
+        folder: Path,
+        chance: random.Random,
+        *,
+        prove: bool = False,
+    ):
         self.task = task
+        self.prove = prove
         self.pending = [disaster for disaster in plan if disaster.kind != "fault"]
         self.faults = [disaster for disaster in plan if disaster.kind == "fault"]
         self.chance = chance
@@ -243,6 +255,8 @@ class ChaosRun:
         self._check_against_calm()
         self._check_recomputed()
         self._check_generations()
+        if self.prove and not result.violations:
+            self._check_by_replay()
 
     def _check_audit(self) -> None:
         try:
@@ -314,6 +328,20 @@ class ChaosRun:
             for steps in self.result.recomputed
             if steps > most
         ]
+
+    def _check_by_replay(self) -> None:
+        """Check that the steps before the last checkpoint give it, when they are taken again."""
+        run = RecordedRun(self.path)
+        try:
+            stretch = run.stretch(None, None)
+            found = replay(run, stretch, work_dir=self.folder)
+        except (CheckpointError, UsageError, ReplayFailed) as error:
+            self.result.violations.append(f"replay: {error}")
+            return
+        if found.ok:
+            self.result.proved = len(stretch.steps)
+        else:
+            self.result.violations.append("replay: " + "\n".join(found.lines(3)))
 
     def _check_generations(self) -> None:
         """Check that a death of the trainer caused no complete generation to be requested again."""

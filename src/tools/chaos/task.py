@@ -98,6 +98,8 @@ class Result:
     violations: list[str] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
     """Number of recomputed steps, for each time that the run fell back."""
+    proved: int = 0
+    """Number of steps that were taken again and gave the same bits."""
     lost: list[int] = field(default_factory=list)
     """Number of steps after the newest remote one, for each machine that was lost."""
 
