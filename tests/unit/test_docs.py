@@ -147,7 +147,8 @@ def test_commands_on_the_pages_have_the_flags_that_they_are_given():
     seen = 0
     for page in [*DOCS.rglob("*.md"), *(REPOSITORY / name for name in AT_THE_ROOT)]:
         for block in re.findall(r"^```(?:|bash|sh)\n(.*?)^```", page.read_text(), re.M | re.S):
-            for line in block.replace("\\\n", " ").splitlines():
+            # What comes after ` -- ` is a command of its own.
+            for line in block.replace("\\\n", " ").replace(" -- ", "\n").splitlines():
                 typed = re.sub(r"^(\$ )?([A-Z_]+=\S+ )*(uv run )?(cairn )?", "", line.partition(" #")[0])
                 root = next((roots[name] for name in roots if f"{typed} ".startswith(f"{name} ")), None)
                 for flag in re.findall(r"(?<= )--([a-z][\w.-]*)", typed) if root else ():
