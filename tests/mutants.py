@@ -76,6 +76,35 @@ MUTANTS = (
         "session = None",
         "test_sessions",
     ),
+    # Steps taken again
+    M(
+        "bits that differ are values that differ",
+        "_as_bits",
+        "return values.view(sizes[values.element_size()])",
+        "return values.nan_to_num()",
+        "test_replay",
+    ),
+    M(
+        "what must be equal may be rounded",
+        "Comparison.verdict",
+        "row.column in COMPUTED and ",
+        "",
+        "test_replay",
+    ),
+    M(
+        "steps are taken again with the settings of today",
+        "RecordedRun.settings",
+        '_put(settings, name.split("."), value)',
+        "pass",
+        "test_replay",
+    ),
+    M(
+        "a kept batch of steps that are taken again stays",
+        "RunDirectory.set_batches_aside",
+        "if step > attempt.start_step]",
+        "if step > attempt.start_step + 9]",
+        "test_replay",
+    ),
     # Policies from server to server
     M(
         "a server vouches for what it hands on with its own checksums",
