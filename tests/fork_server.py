@@ -56,8 +56,7 @@ PREFLIGHT = "launch.plan.preflight"
 WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums")
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
 WRITER = "checkpoint.saving.writer"
-EARLY = "launch.early"
-FORKED = ("launch.roles", EARLY, "launch.ray.worker_process", PREFLIGHT, WRITER)
+FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
@@ -171,7 +170,7 @@ class HelperServer:
 
     def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
         """Only helpers: tests that start another program themselves have their reasons."""
-        if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER, EARLY):
+        if program[1:2] != ["-m"] or program[2].removeprefix("cairn.") not in (PREFLIGHT, WRITER):
             return False
         server = self._start_server()
         set_by_imports = {name for name, value in environment.items() if self._by_imports.get(name) == value}

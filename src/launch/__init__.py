@@ -3,7 +3,7 @@
 Each part imports only parts below it, as folders of `src/` do:
 
     main
-    commands, early
+    commands
     supervisor, roles, slurm/
     plan/
     jobs/

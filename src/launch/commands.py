@@ -21,7 +21,6 @@ from cairn.launch.plan.run_plan import RunPlan, again, make
 from cairn.launch.plan.steps import STEPS
 from cairn.launch.roles import RoleStart, run_orchestrator
 from cairn.launch.start import StartDamaged, damaged_start
-from cairn.launch.supervise.role_process import RoleProcess
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.policy_sync.following import AttemptOver
 from cairn.run.directory import RunDirectory
@@ -29,11 +28,8 @@ from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, PolicyAltered, RoleFailed
 
 
-def start(command: str, config: Any, driver: RoleProcess | None = None) -> int:
+def start(command: str, config: Any) -> int:
     """Any command that has a plan: make it, and do it, or show it if it is a dry run; returns the exit code.
-
-    Args:
-        driver: an early process for the trainer (`cairn.launch.early`).
 
     Raises:
         UsageError: the command can't start like this; nothing was started or written.
@@ -44,7 +40,7 @@ def start(command: str, config: Any, driver: RoleProcess | None = None) -> int:
     if plan.dry:
         return report(plan)
     if command in KINDS:
-        return _finish(plan) if plan.complete else _run(plan, driver)
+        return _finish(plan) if plan.complete else _run(plan)
     return {"orchestrator": _orchestrate, "inference": _serve, "eval": _evaluate}[command](plan)
 
 
@@ -60,7 +56,7 @@ def _finish(plan: RunPlan) -> int:
     return 0
 
 
-def _run(plan: RunPlan, driver: RoleProcess | None) -> int:
+def _run(plan: RunPlan) -> int:
     """Run the roles to the end; if they find damage, begin another attempt by another plan.
 
     That is a checkpoint, before which the next attempt begins, or a policy that was published: then the
@@ -77,7 +73,7 @@ def _run(plan: RunPlan, driver: RoleProcess | None) -> int:
             set_exports_aside(config, first, f"before_attempt_{attempt.number}")
             try:
                 with sinks_beside(run, config, attempt) as take:
-                    return take(run_roles(run, plan, attempt, driver))
+                    return take(run_roles(run, plan, attempt))
             except StartDamaged as damaged:
                 _say_damage(plan, damaged)
                 if run.stop_requested():

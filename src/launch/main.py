@@ -72,12 +72,9 @@ def _start(command: str, stopped: int = EXIT_STOPPED) -> int:
                 from cairn.launch.commands import start
 
                 return start(command, config)
-        from cairn.launch.early import early_driver
-
-        with early_driver(command, config) as driver:
-            with saying("importing PyTorch and Ray"), importing():
-                from cairn.launch.commands import start
-            return start(command, config, driver)
+        with saying("importing PyTorch and Ray"), importing():
+            from cairn.launch.commands import start
+        return start(command, config)
 
     return answer(run, stopped=stopped)
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import NoReturn
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
@@ -23,8 +22,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.jobs.background import JOBS
 from cairn.launch.plan.gpu_assignment import gpus_of_server, use_gpus
-from cairn.launch.ray.waiting import end_waiting, has_own_gpus, start_waiting, waiting_ranks
-from cairn.launch.supervise.role_process import send_end, send_error
+from cairn.launch.supervise.slot import send_end, send_error
 from cairn.run import heartbeat, noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED, answer
@@ -82,8 +80,6 @@ def run_trainer(
 ) -> int:
     """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
-    if not turn.standby:
-        have_ranks_wait(config)
     turn.load("cairn.launch.supervise.ranks")
     with importing():
         from cairn.launch.supervise.ranks import Ranks
@@ -104,14 +100,6 @@ def run_trainer(
     if not outcome.stopped:
         return 0
     return EXIT_STOPPED if outcome.saved else EXIT_LOST
-
-
-def have_ranks_wait(config: TrainerBase) -> None:
-    """Start the ranks' processes, unless this process has done so early, or they would be of no use."""
-    if count := waiting_ranks(config, on_gpus=has_own_gpus(config)):
-        start_waiting(count, config.model.name, beside_servers=config.beside_servers)
-    else:
-        end_waiting()
 
 
 def run_orchestrator(
@@ -244,23 +232,18 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     return runs[role]() if role in runs else JOBS[role].run(config, attempt, run)
 
 
-def be(role: str, folder: str, launcher: str, pipe: int, *, standby: bool = False) -> NoReturn:
-    """Do the work of `role` in this process, and end; `pipe` tells the launcher how."""
-    os.set_inheritable(pipe, False)
+if __name__ == "__main__":
+    role, folder, launcher, pipe, *standby = sys.argv[1:]
+    os.set_inheritable(int(pipe), False)
     try:
         exit_code = answer(
-            lambda: main(role, folder, launcher, standby=standby),
-            tell=lambda message: send_error(pipe, message),
+            lambda: main(role, folder, launcher, standby=bool(standby)),
+            tell=lambda message: send_error(int(pipe), message),
         )
     finally:
-        send_end(pipe)
+        send_end(int(pipe))
     if role == "trainer":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)  # skips Ray's shutdown: see `end_ray`
     sys.exit(exit_code)
-
-
-if __name__ == "__main__":
-    role, folder, launcher, pipe, *standby = sys.argv[1:]
-    be(role, folder, launcher, int(pipe), standby=bool(standby))

@@ -24,7 +24,6 @@ from cairn.launch.plan.run_plan import RunPlan
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.ray.environment import remove_private_folders
 from cairn.launch.supervise.role import OWN_WORKERS, RoleSlot
-from cairn.launch.supervise.role_process import RoleProcess
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.run.files import read_note
@@ -35,14 +34,13 @@ from cairn.run.processes import stop_on_signals
 from cairn.run.signals import say
 
 
-def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt, driver: RoleProcess | None = None) -> int:
+def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
     """Start the roles of the plan, restart those that die, stop the rest at the end; returns the exit code.
 
     Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
 
     Args:
         run: the directory that this process has locked: another object of the path knows nothing of the lock.
-        driver: an early process that may take up the trainer's role, unless another attempt had it.
 
     Raises:
         RoleFailed: a role failed for good; the run directory was moved, removed or replaced; or the run is
@@ -64,10 +62,7 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt, driver: RolePr
         watching(config.preemption, lambda notice: stop_for(notice, run, display.say)),
     ):
         logs = BoundedLogs(run.logs)
-        early = {"trainer": driver}
-        watched = {
-            name: RoleSlot(name, run, config, local_ray=local_ray, early=early.get(name)) for name in roles
-        }
+        watched = {name: RoleSlot(name, run, config, local_ray=local_ray) for name in roles}
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
                 check_in_place(run)

@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
+from cairn.run.directory import RunDirectory
 from cairn.run.output import message_of
 from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say
-
-if TYPE_CHECKING:
-    from cairn.run.directory import RunDirectory  # which imports numpy
 
 T = TypeVar("T")
 
@@ -324,7 +322,7 @@ def log_end(log: Path, lines: int = 15) -> str:
 
 @contextlib.contextmanager
 def stop_on_signals(
-    run: "RunDirectory",
+    run: RunDirectory,
     at_once: Callable[[], None] | None = None,
     seconds: float | None = None,
     tell: Callable[[str], None] = say,

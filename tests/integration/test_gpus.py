@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import CONFIGS, REPOSITORY, Shell
 
-from cairn.launch.ray.environment import LOCAL_RAY_SETTINGS, RAY_SETTINGS
+from cairn.launch.supervise.slot import LOCAL_RAY_SETTINGS, RAY_SETTINGS
 from cairn.run.machine import Gpu, Machine
 
 pytestmark = pytest.mark.timeout(600)

@@ -47,7 +47,6 @@ PLUG_INS = (
 ENTRIES = {
     "__main__.py",
     "inference/plugin/adapter_modules.py",
-    "launch/early.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",
     "launch/slurm/servers_of_node.py",

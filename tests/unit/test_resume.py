@@ -24,7 +24,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import newest_start
 from cairn.launch.start import Start, StartDamaged, choose_start
-from cairn.launch.supervise.role_process import LONGEST_MESSAGE, send_error
+from cairn.launch.supervise.slot import LONGEST_MESSAGE, send_error
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_DAMAGED, answer
 from cairn.run.messages import Attempt

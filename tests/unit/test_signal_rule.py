@@ -14,7 +14,7 @@ from runs import environment_of
 from cairn.launch.ray import cluster as ray_cluster
 from cairn.launch.ray import environment as ray_folder
 from cairn.launch.ray.environment import LONGEST_FOLDER, make_private_folder, remove_private_folders
-from cairn.launch.supervise.role_process import RoleProcess
+from cairn.launch.supervise.slot import RoleProcess
 from cairn.run.exits import RayFailed
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import DeadlinePassed, Patience, wait_for

@@ -16,8 +16,7 @@ from runs import CONFIGS, DEADLINE, REPOSITORY, environment_of
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main
 from cairn.launch.exit_report import conclude_early
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.slot import RestartRule
+from cairn.launch.supervise.slot import RestartRule, RoleProcess
 from cairn.launch.supervisor import hopeless
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, PolicyAltered, RoleFailed
@@ -358,7 +357,7 @@ def test_a_policy_that_is_damaged_again_at_the_same_step_ends_the_run(
     """As long as there is progress, another attempt begins; without checkpoints none does."""
     begun: list[int] = []
 
-    def run_roles(run: RunDirectory, plan: object, attempt: Attempt, driver: object) -> int:
+    def run_roles(run: RunDirectory, plan: object, attempt: Attempt) -> int:
         begun.append(attempt.number)
         if attempt.number < 3:
             run.metrics.append({"step": attempt.number})

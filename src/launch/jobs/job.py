@@ -11,8 +11,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.slot import RestartRule, Slot
+from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat

@@ -22,13 +22,14 @@ from ray.exceptions import AuthenticationError, RpcError
 from cairn.config.shared import names_in
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray import local as local_ray
-from cairn.launch.ray.environment import share_cores
-from cairn.launch.ray.waiting import has_own_gpus
 from cairn.run.errors import UsageError
 from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.machine import this_machine
 from cairn.run.signals import stop_signals_blocked
 from cairn.run.waiting import Patience
+
+SPIN_COUNT = 5000
+"""GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
 
 
 def cluster_ranks(config: TrainerBase) -> int:
@@ -41,7 +42,7 @@ def computes_on_gpus(config: TrainerBase) -> bool:
 
     It has written `gpus` 0 where a given cluster has none, and which ones they are on this machine.
     """
-    return config.gpus != "0" if config.ray.address else has_own_gpus(config)
+    return config.gpus != "0" if config.ray.address else bool(names_in(config.gpus or "0"))
 
 
 def start_ray(config: TrainerBase) -> None:
@@ -60,7 +61,10 @@ def start_ray(config: TrainerBase) -> None:
         except (RuntimeError, OSError, ValueError, RpcError) as error:
             raise RoleFailed(f"no Ray cluster at --ray.address {config.ray.address}: {error}") from None
         return
-    share_cores(beside_servers=config.beside_servers)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if config.beside_servers and "OMP_WAIT_POLICY" not in os.environ:
+        # Ranks and servers share the cores; a spinning thread would block a core.
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # inherited by Ray's processes, and by workers until they train
         gpus = len(names_in(config.gpus or "0") or ())
         _start_local(config.ranks, gpus, config.ray.start_timeout)

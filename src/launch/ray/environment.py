@@ -15,10 +15,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cairn.config.trainer import TrainerBase
+from cairn.config.trainer import TrainerBase
 
 RAY_SETTINGS = {
     # Under `uv run`, Ray would zip the working directory and run the workers in a copy of it.
@@ -65,22 +63,7 @@ def cluster_token() -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-SPIN_COUNT = 5000
-"""GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
-
-
-def share_cores(*, beside_servers: bool) -> None:
-    """Set what the ranks of a cluster on this machine find when they import torch.
-
-    Args:
-        beside_servers: ranks and servers share the cores; a spinning thread would block a core.
-    """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if beside_servers and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-
-
-def environment_for_workers(config: "TrainerBase") -> dict[str, str]:
+def environment_for_workers(config: TrainerBase) -> dict[str, str]:
     """What the trainer's workers get of this process's environment; nothing in a cluster of Cairn's own."""
     if config.ray.address is None:
         return {}

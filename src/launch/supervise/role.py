@@ -7,8 +7,7 @@ from pathlib import Path
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.start import StartDamaged
-from cairn.launch.supervise.role_process import RoleProcess
-from cairn.launch.supervise.slot import RestartRule, Slot
+from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -42,20 +41,9 @@ OWN_WORKERS = ("trainer_rank", "trainer_spare")
 
 
 class RoleSlot(Slot):
-    """Keeps a role filled until the run ends; constructing it starts the first process.
+    """Keeps a role filled until the run ends; constructing it starts the first process."""
 
-    early: one that may be the first.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        run: RunDirectory,
-        config: RunConfig,
-        *,
-        local_ray: bool,
-        early: RoleProcess | None = None,
-    ):
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
         super().__init__(name, run.logs / f"{name}.log", run)
         self.config = config
         self.local_ray = local_ray
@@ -68,7 +56,6 @@ class RoleSlot(Slot):
         self._restart_at: float | None = None
         """When to start the next process (`time.monotonic`); None if there is one."""
         self._restarted = False
-        self._early = early
         self._spare: RoleProcess | None = None
         """The standby."""
         self._asked = False
@@ -250,7 +237,4 @@ class RoleSlot(Slot):
             self._spare = self._start(standby=True)
 
     def _start(self, *, standby: bool = False) -> RoleProcess:
-        early, self._early = self._early, None
-        if early is not None and early.take_up(self.run.path, self.log):
-            return early
         return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, standby=standby)

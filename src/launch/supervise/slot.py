@@ -1,10 +1,18 @@
-"""A slot that some process must always fill, and when a dead process is replaced."""
+"""A slot that some process must always fill, the process of a role, and when a dead one is replaced."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+from cairn.launch.ray.environment import LOCAL_RAY_SETTINGS, RAY_SETTINGS, cluster_token
 from cairn.run.directory import RunDirectory
 from cairn.run.heartbeat import Watch
+from cairn.run.processes import kill_session
+from cairn.run.signals import stop_signals_blocked
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks of a heartbeat."""
@@ -92,3 +100,109 @@ class RestartRule:
         if self._fruitless > self.max_restarts:
             return None
         return 0.0 if self._fruitless == 1 else min(2.0**self._fruitless, LONGEST_WAIT)
+
+
+END = b"\0"
+"""What a role writes into the pipe at its end, whatever that is: code of a user's that leaves the process
+(os._exit) does not."""
+LONGEST_MESSAGE = 32 << 10
+"""Maximum bytes of an error message; less than a pipe's capacity."""
+
+
+class RoleProcess:
+    """A process that has a role, or will as a standby; it is the leader of its own session.
+
+    Stop signals are blocked in it until it has installed handlers (`stop_on_signals`). Its output goes to
+    `log`. If it fails, the error message also comes back through a pipe, as `error_message`.
+
+    Args:
+        role: trainer, orchestrator, inference or exporter.
+        run: the run directory.
+        log: file that its output is appended to.
+        local_ray: a Ray cluster that it starts serves this machine only.
+        standby: it waits for `begin` before it takes up the role.
+    """
+
+    def __init__(self, role: str, run: Path, log: Path, *, local_ray: bool, standby: bool = False):
+        environment = {**RAY_SETTINGS, **(LOCAL_RAY_SETTINGS if local_ray else {}), **os.environ}
+        if local_ray:
+            environment |= cluster_token()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._messages, messages = os.pipe()
+        os.set_blocking(self._messages, False)
+        argv = [sys.executable, "-m", "cairn.launch.roles", role, str(run), str(os.getpid()), str(messages)]
+        try:
+            with open(log, "ab") as out, stop_signals_blocked():
+                self._process = subprocess.Popen(
+                    [*argv, "standby"] if standby else argv,
+                    stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=[messages],
+                )
+        finally:
+            os.close(messages)
+        self.pid = self._process.pid
+        self._received = b""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._messages)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; None while it lives; the negative signal number if a signal ended it."""
+        return self._process.poll()
+
+    def begin(self) -> None:
+        """Promote a standby: let it begin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"begin\n")
+        self._process.stdin.close()
+
+    def error_message(self) -> str:
+        """The message of the error that it ended with; empty if there is none."""
+        return self._receive().replace(END, b"").decode(errors="replace")
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether the process, which has exited, ran to its end, rather than left in the middle."""
+        return END in self._receive()
+
+    def _receive(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):  # a surviving child process holds the other end
+            self._received += os.read(self._messages, LONGEST_MESSAGE + len(END))
+        return self._received
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it the signal `number`."""
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` for it to end; returns whether it has ended."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill it and everything in its session with SIGKILL."""
+        kill_session(self.pid)
+        self._process.wait()
+
+
+def send_error(pipe: int, message: str) -> None:
+    """In a role: write the error message to the launcher's pipe; what does not fit at once is cut off."""
+    with contextlib.suppress(OSError):
+        os.set_blocking(pipe, False)
+        os.write(pipe, message.encode(errors="replace")[:LONGEST_MESSAGE])
+
+
+def send_end(pipe: int) -> None:
+    """In a role: tell the launcher that it ends by itself."""
+    with contextlib.suppress(OSError):
+        os.set_blocking(pipe, False)
+        os.write(pipe, END)
