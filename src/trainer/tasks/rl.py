@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,10 +15,13 @@ from cairn.run.trained_tokens import Array, TrainedTokens, digest_of
 from cairn.trainer.frozen.model import TeacherModels, sums_in
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, RankBatch
 from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.tokens import add_logprobs
 from cairn.trainer.state import Context
+from cairn.trainer.step.critic import NAME as CRITIC
 from cairn.trainer.step.critic import REWARDS, CriticLearner
 from cairn.trainer.tasks.orchestrator_link import make_link
 from cairn.trainer.tasks.task import Decision, Earlier, Task
@@ -45,6 +49,12 @@ class RL(Task):
         self._tokens = TokenRecorder(config, run, state.group, state.progress.step)
         self._link = make_link(config, context)
         self.parts = self._link.parts
+
+    @classmethod
+    def models(
+        cls, config: TrainerConfig, folder: Path, group: RankGroup, resume_from: Path | None
+    ) -> dict[str, Trained]:
+        return {CRITIC: make_critic(folder, config, group, resume_from)} if config.critic else {}
 
     def next_batch(self, step: int) -> Batch | None:
         """Wait for the orchestrator; None, on all ranks, if one of them is asked to stop meanwhile.
