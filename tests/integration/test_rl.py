@@ -647,9 +647,13 @@ def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(
 
 
 def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, tmp_path: Path):
-    """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last."""
+    """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last.
+
+    The server samples fewer answers at a time than a prompt has, so these are asked for in parts.
+    """
     port, run = free_port(), tmp_path / "run"
     arguments = ("--max-steps", 100_000, "--ckpt", "--output-dir", run, "--inference.port", port)
+    arguments += ("--inference.max-num-seqs", SAMPLES - 3)
     with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments, executed=True) as command:
         command.wait_until(lambda: len(rows(run)) >= 2)
         for pid in (command.process.pid, *(pid for pid, _ in command.family())):

@@ -251,6 +251,18 @@ async def test_the_client_sets_no_bound_on_requests_at_once():
 
 
 @in_loop
+async def test_more_answers_than_a_server_samples_at_a_time_are_asked_for_in_parts():
+    """With the seeds of one request, and so with its answers, in its order."""
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        for n in (8, 9, 20):
+            fake.asked.clear()
+            generations = await ask(pool, 5, n=n)
+            assert [found.token_ids for found in generations] == [[5, 3 + i] for i in range(n)]
+            assert len(fake.asked) == -(-n // 8)
+
+
+@in_loop
 async def test_a_group_stays_on_one_server_and_groups_spread():
     async with servers(3) as (pool, fakes):
         await pool.serve("/w", "v1")

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
-from cairn.policy.generation import DIRECT, Generation, Relay, Route, ServedAdapter
+from cairn.policy.generation import DIRECT, Generation, Relay, Route, SamplingParams, ServedAdapter
 from cairn.policy.receiver import read_source
 from cairn.run.files import read_note
 from cairn.run.messages import STORED, PolicyName, Probe, StoredVersion
@@ -212,6 +212,24 @@ class Member:
         self.disagreements += 1
         for request in self.requests:
             request.cancel()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, salt: str
+    ) -> list[Generation]:
+        """Sample `params.n` continuations, in as many requests as the server needs to take them all.
+
+        It takes no request for more than it samples at a time. Their seeds are those of a single request.
+
+        Raises:
+            ServerUnavailable: it does not answer.
+            RequestRefused: it refused a request.
+        """
+        adapter, found = self.adapter, list[Generation]()
+        while (first := len(found)) < params.n:
+            seed = None if params.seed is None else params.seed + first
+            part = replace(params, n=min(self.capacity, params.n - first), seed=seed)
+            found += await self.client.generate(prompt_ids, part, cache_salt=salt, adapter=adapter)
+        return found
 
     async def has_proven(self, generations: list[Generation]) -> bool:
         """Whether the weights that they come from were proven; waits while that is not decided."""

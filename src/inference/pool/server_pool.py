@@ -338,8 +338,7 @@ class ServerPool:
         # The salt keeps prompts from what earlier weights have left in the prefix cache, apart from answers
         # that go on from it: they find there what their earlier pieces have left.
         salt = began if began is not None and self._keep_cache else member.version
-        asking = member.client.generate(prompt_ids, params, cache_salt=salt, adapter=member.adapter)
-        request = asyncio.create_task(asking)
+        request = asyncio.create_task(member.generate(prompt_ids, params, salt))
         member.requests.add(request)
         member.sequences += params.n
         self._counts.begin()
