@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_all_commands_are_listed_with_what_they_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Those that are installed under their own names, and new, env, chat and chaos, which would hide others'."""
+    """Those installed under their own names, and new, env, chat and chaos, which would hide others."""
     assert run(monkeypatch, "--help") == run(monkeypatch) == 0
     shown = dict(re.findall(r"^  (\w+) +(\w.+)$", capsys.readouterr().out, re.M))
     assert shown.keys() == main.EACH.keys()
