@@ -214,7 +214,7 @@ class Member:
             request.cancel()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, salt: str
+        self, prompt_ids: Sequence[int], params: SamplingParams, salt: str | None
     ) -> list[Generation]:
         """Sample `params.n` continuations, in as many requests as the server needs to take them all.
 
