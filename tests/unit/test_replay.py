@@ -16,6 +16,7 @@ from cairn.run.batches import batch_path
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
+from cairn.tools.replay.again import room_in
 from cairn.tools.replay.comparison import Comparison, compare_rows, compare_steps
 from cairn.tools.replay.parting import bisect
 from cairn.tools.replay.recorded import RecordedRun, StepRange
@@ -194,6 +195,17 @@ def test_settings_are_those_of_the_time(tmp_path: Path):
     assert (found["optimizer"]["lr"], found["scheduler"]["steps"], found["max_steps"]) == (0.25, 80, 20)
     assert (found["wandb"], found["ckpt"]) == (None, {})
     SFTConfig.model_validate(found)
+
+
+def test_what_killed_replays_have_left_is_removed(tmp_path: Path):
+    """Not the folder of one that is at work, or that is only just made."""
+    left, new = tmp_path / ".cairn-replay-left", tmp_path / ".cairn-replay-new"
+    for folder in (left, new):
+        (folder / "run").mkdir(parents=True)
+    (left / ".lock").touch()
+    with room_in(tmp_path) as one, room_in(tmp_path) as other:
+        assert {path.name for path in tmp_path.iterdir()} == {new.name, one.name, other.name}
+    assert [path.name for path in tmp_path.iterdir()] == [new.name]
 
 
 def test_kept_batches_are_the_newest_that_there_is_room_for(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Takes steps of a run again, in a run of its own that ends with them."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from cairn.checkpoint.fork import share_tensors
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import CairnError
+from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, write_json
 from cairn.run.history import latest_attempt
 from cairn.run.output import saying
@@ -19,6 +21,8 @@ from cairn.run.processes import keeper_command, log_end
 from cairn.run.view import RunView
 from cairn.tools.replay.recorded import RecordedRun, StepRange
 
+PREFIX, LOCK = ".cairn-replay-", ".lock"
+"""Names of a replay's folder, and of the file in it that is locked while the replay is at work."""
 RECORDED = "trainer"
 """The command that trains on recorded batches; other kinds of runs are started as they were."""
 
@@ -45,9 +49,8 @@ def taken_again(
     """
     batches = run.batches(stretch) if run.trains_on_batches else []
     parent = run.path.absolute().parent if work_dir is None else work_dir
-    make_folders(parent)
-    with tempfile.TemporaryDirectory(prefix=".cairn-replay-", dir=parent) as room:
-        again = Path(room) / "run"
+    with room_in(parent) as room:
+        again = room / "run"
         settings = run.settings(stretch) | {"output_dir": str(again)}
         settings["workers"] = workers or run.world_size(stretch)
         if stretch.start:
@@ -56,16 +59,47 @@ def taken_again(
         command = run.kind.command
         if run.trains_on_batches:
             command = RECORDED
-            settings["recorded_batches"] = str(Path(room) / "batches")
-            (Path(room) / "batches").mkdir()
+            settings["recorded_batches"] = str(room / "batches")
+            (room / "batches").mkdir()
             for path in batches:
                 # Its name in either folder is that of its step.
-                _link(path, Path(room) / "batches" / path.name)
-        file = Path(room) / "settings.json"
+                _link(path, room / "batches" / path.name)
+        file = room / "settings.json"
         write_json(file, settings)
         with saying(f"taking {stretch} again"):
-            _run([str(Path(sys.executable).parent / command), "@", str(file)], _folder(run), Path(room))
+            _run([str(Path(sys.executable).parent / command), "@", str(file)], _folder(run), room)
         yield RunView(again)
+
+
+@contextlib.contextmanager
+def room_in(parent: Path) -> Generator[Path]:
+    """A folder for the time; those are removed that replays left which were killed."""
+    make_folders(parent)
+    for left in parent.glob(f"{PREFIX}*"):
+        _remove_if_left(left)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as name:
+        path = Path(name) / LOCK
+        lock = open_lock(path)
+        try:
+            flock(lock, fcntl.LOCK_EX, path)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _remove_if_left(room: Path) -> None:
+    """Remove a room in which nobody is at work; one without a lock is only just being made."""
+    try:
+        lock = os.open(room / LOCK, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, room / LOCK)
+        shutil.rmtree(room, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
 
 
 def _share(run: RecordedRun, step: int, store: CheckpointStore) -> None:
