@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -38,21 +36,11 @@ def made_with() -> dict[str, Any]:
     git = ["git", "-C", str(root)]
     last = subprocess.run([*git, "log", "-1", "--format=%h", "--", "src"], capture_output=True, text=True)
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src"], capture_output=True).returncode
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)}
     return {
         "commit": last.stdout.strip() + "+" * bool(changed),
         "machine": {**recipe.machine(), "cores": len(os.sched_getaffinity(0))},
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": recipe.versions_of("python", *VERSIONS),
     }
-
-
-def is_installed(name: str) -> bool:
-    """Whether there is a distribution of this name."""
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -328,10 +328,7 @@ class Answers:
 
     def write(self, data: Path, answers: Path) -> None:
         """Write the prompts in their order, and the answers for `trl_runs.Recorded`."""
-        from cairn.config.orchestrator import EnvironmentConfig
-        from cairn.orchestrator.environments import make_environment
-
-        environment: Any = make_environment(EnvironmentConfig(name="reverse_text", args=PROBLEMS))
+        environment = trl_runs.environment_of(PROBLEMS)
         with data.open("w") as prompts, answers.open("w") as out:
             for rows in self.steps:
                 for row in rows[::ANSWERS]:
@@ -473,11 +470,9 @@ class OwnAnswers:
 
     def run_cairn(self, taught: Path, url: str) -> None:
         """Run Cairn's command with each seed, and make TRL's jobs."""
-        from cairn.config.orchestrator import EnvironmentConfig
-        from cairn.orchestrator.environments import make_environment
         from cairn.run.seeds import permutation
 
-        environment: Any = make_environment(EnvironmentConfig(name="reverse_text", args=PROBLEMS))
+        environment = trl_runs.environment_of(PROBLEMS)
         for seed in self.seeds:
             print(f"Cairn: {OWN}, seed {seed}", file=sys.stderr, flush=True)
             flags = ("--seed", seed, "--max-steps", self.steps, "--trainer.threads", 1)

@@ -1,28 +1,19 @@
 """Runs of TRL's trainers, for benchmarks that compare with them: python trl_runs.py JOB.json...
 
 Settings that both programs have are the same, and what TRL does otherwise by default is switched off: the
-records come in the order that the job gives them, in float32. Three files are written as the run goes on, a
-line at a time, so that a kill loses nothing that has happened:
-
-- metrics.jsonl: a row for each optimiser step
-- samples.jsonl: what entered the forward pass of each step, as digests of its token ids
-- generations.jsonl: each time that answers are asked for, how many, before the first of their tokens is there
-
-A job that finds a checkpoint goes on from it, as TRL's documentation has it (`resume_from_checkpoint=True`).
+records come in the order that the job gives them, in float32. metrics.jsonl gets a row for each step of the
+optimiser.
 """
 
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 KINDS = ("sft", "dpo", "grpo")
-METRICS, SAMPLES, GENERATIONS = "metrics.jsonl", "samples.jsonl", "generations.jsonl"
+METRICS = "metrics.jsonl"
 SAME: dict[str, Any] = {
     **{"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"},
     **{"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "adam_epsilon": 1e-8},
@@ -67,11 +58,6 @@ class Job:
         return path
 
     @property
-    def checkpoints(self) -> Path:
-        """Where TRL saves."""
-        return Path(self.out) / "checkpoints"
-
-    @property
     def model_at_end(self) -> Path:
         """The weights after the last step; they are there when the run is complete."""
         return Path(self.out) / "model"
@@ -80,17 +66,6 @@ class Job:
 def command(*jobs: Path) -> list[str]:
     """Runs the jobs in these files, one after the other."""
     return [sys.executable, str(Path(__file__).resolve()), *map(str, jobs)]
-
-
-def note(path: Path, row: dict[str, Any]) -> None:
-    """Append a line, in one call: what has been written survives the process."""
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
-
-
-def digest(ids: Iterable[int]) -> str:
-    """Names a sequence of token ids."""
-    return blake2b(" ".join(map(str, ids)).encode(), digest_size=8).hexdigest()
 
 
 class Recorded:
@@ -121,43 +96,7 @@ class Recorded:
         }
 
 
-def rows_of(inputs: dict[str, Any]) -> list[str]:
-    """A digest of each sample that the trainer's forward pass gets, without its padding.
-
-    Of answers it is the prompt's and the answer's, with a colon between them.
-    """
-    if "completion_ids" in inputs:  # GRPO
-        parts = [("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")]
-    else:
-        parts = [("input_ids", "attention_mask")]
-    columns = [
-        [digest(ids[mask.bool()].tolist()) for ids, mask in zip(inputs[name], inputs[which], strict=True)]
-        for name, which in parts
-    ]
-    return [":".join(row) for row in zip(*columns, strict=True)]
-
-
-def noting(trainer: type, out: Path, attempt: int) -> type:
-    """TRL's trainer, which notes what its forward passes get."""
-
-    class Noting(trainer):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            prepared = super()._prepare_inputs(inputs)
-            if self.model.training:
-                row = {"step": self.state.global_step + 1, "attempt": attempt, "rows": rows_of(prepared)}
-                note(out / SAMPLES, row)
-            return prepared
-
-        def _generate(self, prompts: list[Any]) -> Any:  # of GRPO
-            row = {"step": self.state.global_step + 1, "attempt": attempt, "answers": len(prompts)}
-            note(out / GENERATIONS, row)
-            return super()._generate(prompts)
-
-    Noting.__name__ = trainer.__name__
-    return Noting
-
-
-def make_trainer(job: Job, attempt: int) -> Any:
+def make_trainer(job: Job) -> Any:
     """The trainer of a job, which has not begun yet."""
     import datasets
     import torch
@@ -167,15 +106,14 @@ def make_trainer(job: Job, attempt: int) -> Any:
     class Logged(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:
-                note(
-                    out / METRICS, {"step": state.global_step, "attempt": attempt, **logs, "at": time.time()}
-                )
+                with (out / METRICS).open("a") as file:
+                    file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
     datasets.disable_progress_bars()
     out = Path(job.out)
     name = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO"}[job.kind]
     arguments = {
-        **{"output_dir": str(job.checkpoints), "max_steps": job.steps, "seed": job.seed},
+        **{"output_dir": str(out), "max_steps": job.steps, "seed": job.seed},
         **SAME,
         **OF_KIND[job.kind],
         **job.settings,
@@ -193,15 +131,20 @@ def make_trainer(job: Job, attempt: int) -> Any:
         made["reward_funcs"] = reward_of(job)
         if job.answers:
             made["rollout_func"] = Recorded(job.answers, config.num_iterations)
-    return noting(getattr(trl, f"{name}Trainer"), out, attempt)(**made)
+    return getattr(trl, f"{name}Trainer")(**made)
+
+
+def environment_of(arguments: dict[str, Any]) -> Any:
+    """Cairn's environment `reverse_text`."""
+    from cairn.config.orchestrator import EnvironmentConfig
+    from cairn.orchestrator.environments import make_environment
+
+    return make_environment(EnvironmentConfig(name="reverse_text", args=arguments))
 
 
 def reward_of(job: Job) -> Any:
     """The environment's reward, as TRL wants it."""
-    from cairn.config.orchestrator import EnvironmentConfig
-    from cairn.orchestrator.environments import make_environment
-
-    environment: Any = make_environment(EnvironmentConfig(name="reverse_text", args=job.environment))
+    environment = environment_of(job.environment)
 
     def reward(completions: list[Any], problem: list[int], **_: Any) -> list[float]:
         return [environment.reward(i, c[0]["content"]) for i, c in zip(problem, completions, strict=True)]
@@ -210,20 +153,14 @@ def reward_of(job: Job) -> Any:
 
 
 def main(path: Path) -> None:
-    """Run a job, from its newest checkpoint if there is one."""
+    """Run a job."""
     import torch
-    from transformers.trainer_utils import get_last_checkpoint
 
     job = Job(**json.loads(path.read_text()))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    out = Path(job.out)
-    out.mkdir(parents=True, exist_ok=True)
-    attempts = out / "attempts.jsonl"
-    attempt = len(attempts.read_text().splitlines()) + 1 if attempts.exists() else 1
-    note(attempts, {"attempt": attempt, "at": time.time()})
-    trainer = make_trainer(job, attempt)
-    resumes = job.checkpoints.exists() and get_last_checkpoint(str(job.checkpoints)) is not None
-    trainer.train(resume_from_checkpoint=resumes or None)
+    Path(job.out).mkdir(parents=True)
+    trainer = make_trainer(job)
+    trainer.train()
     trainer.save_model(str(job.model_at_end))
 
 

@@ -14,7 +14,6 @@ docs/results/recipes.md from the results of all recipes (see recipe_page.py).
 
 import argparse
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -35,6 +34,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from recipe_page import draw, table
 
+from cairn.checkpoint.manifest import installed_version
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_atomic
@@ -294,14 +294,8 @@ class RecipeRun:
 
     def versions(self) -> dict[str, str]:
         """Of Python and the packages that compute."""
-        found = {"python": platform.python_version()}
         own = [name for package in self.recipe.packages.values() for name in re.findall(PACKAGE, package)]
-        for name in (*VERSIONS, *own):
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return found
+        return versions_of("python", *VERSIONS, *own)
 
     def published(self) -> dict[str, Any]:
         """The content of results.json."""
@@ -350,6 +344,12 @@ class RecipeRun:
         said = "the same to the bit" if same else "the same to rounding" if close else f"{now}, not {then}"
         about = f"{name}, seed {seed}, steps 1 to {len(now)}, {stage.curve}: {said}"
         return bool(now) and (same if exact else close), about
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """The versions of the packages that are installed."""
+    found = {name: installed_version(name) for name in packages}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def _apart(a: float | None, b: float | None) -> float:
