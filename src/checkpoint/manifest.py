@@ -126,6 +126,12 @@ class Manifest(BaseModel):
         """The total size of all files as they are stored, in bytes."""
         return sum(entry.size for entry in self.files.values())
 
+    @property
+    def tensor_files(self) -> dict[str, FileEntry]:
+        """The files of tensors as they are once unpacked: the same for any number of ranks."""
+        files = {**self.files, **self.contents}
+        return {name: entry for name, entry in files.items() if name.endswith(".safetensors")}
+
     def changed_versions(self) -> dict[str, tuple[str, str | None]]:
         """The packages whose version is another one here: that of the checkpoint, and the installed one."""
         both = {name: (version, installed_version(name)) for name, version in self.versions.items()}

@@ -6,7 +6,6 @@ of which tensor in memory belongs to each name in the files. The part is always 
 writes and reads its own ranges of files without a gather.
 """
 
-import math
 import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cairn.checkpoint.tensors.placement import Place
-from cairn.checkpoint.tensors.reader import DTYPES
+from cairn.checkpoint.tensors.sharded_files import pieces
 from cairn.checkpoint.tensors.source import TensorSource
 from cairn.model.untrusted_config import making_model
 from cairn.run.errors import UsageError
@@ -178,10 +177,6 @@ def _check_covered(places: Iterable[Place], tensors: Mapping[str, torch.Tensor])
 # Tied weights of which files hold copies: whether these are copies is compared, and not assumed.
 
 
-VALUES = 1 << 22
-"""Values of two tensors that are compared at a time."""
-
-
 def tied_apart(found: Mapping[str, TensorSource], layout: Layout) -> tuple[list[str], dict[str, str]]:
     """The tensors that the model ties to others which are there, too.
 
@@ -220,14 +215,7 @@ def same_values(one: TensorSource, other: TensorSource) -> bool:
     """
     if one.spec.shape != other.spec.shape:
         return False
-    count = math.prod(one.spec.shape)
-    for first in range(0, count, VALUES):
-        parts: list[torch.Tensor] = []
-        for source in (one, other):
-            part = torch.empty(min(VALUES, count - first), dtype=DTYPES[source.spec.dtype])
-            source.fill(first, part)
-            parts.append(part)
-        a, b = parts
+    for _, (a, b) in pieces(one, other):
         if not torch.equal(a, b) if a.dtype == b.dtype else not torch.equal(a.double(), b.double()):
             return False
     return True

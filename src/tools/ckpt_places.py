@@ -1,6 +1,9 @@
 """What the arguments of `ckpt` commands mean: folders and URLs of steps, or of other checkpoints."""
 
 import contextlib
+import fcntl
+import os
+import shutil
 import tempfile
 from collections.abc import Generator, Sized
 from pathlib import Path
@@ -16,12 +19,17 @@ from cairn.formats import format_of
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.step_store import COMMITTED
 from cairn.run.errors import UsageError
-from cairn.run.files import naming
+from cairn.run.file_system import flock, open_lock
+from cairn.run.files import make_folders, naming
 from cairn.run.output import Stage, progress_bars
 from cairn.tools.ckpt_output import say
 
 if TYPE_CHECKING:
     from cairn.run.view import RunView
+
+
+ROOM, AT_WORK = ".cairn-", ".at-work"
+"""Names of a command's folder for the time, and of the file in it that is locked while it is at work."""
 
 
 def name_of(given: Place, step: Path) -> str:
@@ -359,6 +367,37 @@ def flags_to_resume(target: Place) -> str:
 def temporary_folder(near: Place | None) -> Generator[Path]:
     """A folder for the time, on the disk of what is made there if that is known and local."""
     parents = near.absolute().parents if isinstance(near, Path) else []
-    disk = next((parent for parent in parents if parent.is_dir()), None)
-    with tempfile.TemporaryDirectory(prefix=".cairn-", dir=disk) as folder:
-        yield Path(folder)
+    disk = next((parent for parent in parents if parent.is_dir()), Path(tempfile.gettempdir()))
+    with room_in(disk) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def room_in(parent: Path) -> Generator[Path]:
+    """A folder in `parent` for the time; those are removed that killed commands have left there."""
+    make_folders(parent)
+    for left in parent.glob(f"{ROOM}*"):
+        _remove_if_left(left)
+    with tempfile.TemporaryDirectory(prefix=ROOM, dir=parent) as name:
+        path = Path(name) / AT_WORK
+        lock = open_lock(path)
+        try:
+            flock(lock, fcntl.LOCK_EX, path)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _remove_if_left(room: Path) -> None:
+    """Remove a room in which nobody is at work; one without a lock is only just being made."""
+    try:
+        lock = os.open(room / AT_WORK, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, room / AT_WORK)
+        shutil.rmtree(room, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)

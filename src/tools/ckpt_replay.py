@@ -1,6 +1,7 @@
 """The `ckpt` commands that prove what a run has computed: `replay`, `prove` and `bisect`."""
 
 from pathlib import Path
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -9,7 +10,30 @@ from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 
 
-class OfSteps(ToolCommand):
+class Differences(Protocol):
+    """What a command has found."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def lines(self, top: int) -> list[str]: ...
+
+
+class Comparing(ToolCommand):
+    """A command that prints differences."""
+
+    top: int = Field(default=10, ge=1)
+    """Differences of each kind to print (with --json: all)."""
+
+    def show(self, found: Differences) -> None:
+        """Print what was found."""
+        if self.as_json:
+            print_json(found.to_json())
+        else:
+            for line in found.lines(self.top):
+                say(line)
+
+
+class OfSteps(Comparing):
     """What `replay` and `prove` share."""
 
     workers: int | None = Field(default=None, ge=1)
@@ -18,8 +42,6 @@ class OfSteps(ToolCommand):
     """Largest relative difference that counts as rounding (default: none where bits must be the same)."""
     work_dir: Path | None = None
     """Folder for the time (default: beside the run, so that the checkpoint is not copied)."""
-    top: int = Field(default=10, ge=1)
-    """Differences of each kind to print (with --json: all)."""
 
 
 class ReplaySteps(OfSteps):
@@ -49,16 +71,12 @@ class ReplaySteps(OfSteps):
                 work_dir=self.work_dir,
                 stage=stage,
             )
-        if self.as_json:
-            print_json(found.to_json())
-        else:
-            for line in found.lines(self.top):
-                say(line)
+        self.show(found)
         return 0 if found.ok else 1
 
 
 class Prove(OfSteps):
-    """ReplaySteps steps drawn at random, and write proof.json and proof.md; exit code 1 if some differ."""
+    """Replay steps drawn at random, and write proof.json and proof.md; exit code 1 if some differ."""
 
     command = "ckpt prove"
     positional = ("run",)
@@ -85,16 +103,13 @@ class Prove(OfSteps):
                 stage=stage,
             )
         proof.write(run.path)
-        if self.as_json:
-            print_json(proof.to_json())
-        else:
-            for line in proof.lines(self.top):
-                say(line)
+        self.show(proof)
+        if not self.as_json:
             say(f"written to {run.path / PROOF}")
         return 0 if proof.ok else 1
 
 
-class Bisect(ToolCommand):
+class Bisect(Comparing):
     """Find where two runs part, and what can explain it; exit code 1 if they do."""
 
     command = "ckpt bisect"
@@ -103,8 +118,6 @@ class Bisect(ToolCommand):
     """An output folder."""
     b: LocalRun
     """Another."""
-    top: int = Field(default=10, ge=1)
-    """Differences of each kind to print (with --json: all)."""
 
     def execute(self) -> int:
         from cairn.tools.replay.parting import bisect  # imports pyarrow, which would slow down --help
@@ -112,9 +125,5 @@ class Bisect(ToolCommand):
 
         with progress_bars() as stage:
             found = bisect(RecordedRun(self.a), RecordedRun(self.b), stage)
-        if self.as_json:
-            print_json(found.to_json())
-        else:
-            for line in found.lines(self.top):
-                say(line)
+        self.show(found)
         return 0 if found.step is None else 1

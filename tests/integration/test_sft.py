@@ -270,7 +270,7 @@ def test_a_run_is_proved_by_taking_its_steps_again(shell: Shell, straight: Path,
     assert read(straight / "proof.json") == proof
     assert "2 of 2 stretches (40 steps)" in (straight / "proof.md").read_text()
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert not list(straight.parent.glob(".cairn-replay-*"))
+    assert not list(straight.parent.glob(".cairn-*"))
 
 
 def test_a_flipped_bit_is_found_and_named(shell: Shell, straight: Path, flipped: Path):

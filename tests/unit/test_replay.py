@@ -16,7 +16,7 @@ from cairn.run.batches import batch_path
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
-from cairn.tools.replay.again import room_in
+from cairn.tools.ckpt_places import room_in
 from cairn.tools.replay.comparison import Comparison, compare_rows, compare_steps
 from cairn.tools.replay.parting import bisect
 from cairn.tools.replay.recorded import RecordedRun, StepRange
@@ -197,12 +197,12 @@ def test_settings_are_those_of_the_time(tmp_path: Path):
     SFTConfig.model_validate(found)
 
 
-def test_what_killed_replays_have_left_is_removed(tmp_path: Path):
+def test_what_killed_commands_have_left_is_removed(tmp_path: Path):
     """Not the folder of one that is at work, or that is only just made."""
-    left, new = tmp_path / ".cairn-replay-left", tmp_path / ".cairn-replay-new"
+    left, new = tmp_path / ".cairn-left", tmp_path / ".cairn-new"
     for folder in (left, new):
         (folder / "run").mkdir(parents=True)
-    (left / ".lock").touch()
+    (left / ".at-work").touch()
     with room_in(tmp_path) as one, room_in(tmp_path) as other:
         assert {path.name for path in tmp_path.iterdir()} == {new.name, one.name, other.name}
     assert [path.name for path in tmp_path.iterdir()] == [new.name]

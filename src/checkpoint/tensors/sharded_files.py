@@ -7,6 +7,7 @@ the ranges that it holds, on any number of ranks.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -211,6 +212,26 @@ def read_tensor(stored: TensorSource) -> torch.Tensor:
     tensor = torch.empty(stored.spec.shape, dtype=dtype_of(stored))
     stored.fill(0, tensor.view(-1))
     return tensor
+
+
+VALUES = 2 << 20
+"""Values of a tensor that `pieces` reads at a time."""
+
+
+def pieces(*sources: TensorSource) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """The values of tensors of one shape, in pieces: the first value's number, and a piece of each.
+
+    Raises:
+        CheckpointError: a data type can't be read.
+        Damaged: a file ends too early or is invalid.
+    """
+    count = math.prod(sources[0].spec.shape)
+    for first in range(0, count, VALUES):
+        found: list[torch.Tensor] = []
+        for source in sources:
+            found.append(torch.empty(min(VALUES, count - first), dtype=dtype_of(source)))
+            source.fill(first, found[-1])
+        yield first, found
 
 
 @dataclass(frozen=True)

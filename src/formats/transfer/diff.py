@@ -26,9 +26,6 @@ from cairn.run.output import Stage, no_progress
 if TYPE_CHECKING:
     from cairn.model.hub_layout import Layout
 
-VALUES = 2 << 20
-"""Values of a tensor that are compared at a time."""
-
 
 @dataclass(frozen=True)
 class Side:
@@ -233,15 +230,12 @@ def _change(a: TensorSource, b: TensorSource) -> dict[str, Any]:
     """
     import torch
 
-    from cairn.checkpoint.tensors.sharded_files import dtype_of
+    from cairn.checkpoint.tensors.sharded_files import pieces
 
     count = torch.Size(a.spec.shape).numel()
     largest = change = norm = 0.0
     changed = not_finite = 0
-    for first in range(0, count, VALUES):
-        x, y = (torch.empty(min(VALUES, count - first), dtype=dtype_of(source)) for source in (a, b))
-        a.fill(first, x)
-        b.fill(first, y)
+    for _, (x, y) in pieces(a, b):
         before, after = x.double(), y.double()
         norm += before.nan_to_num(0.0, 0.0, 0.0).square().sum().item()
         differs = (before != after) & ~(before.isnan() & after.isnan())

@@ -280,11 +280,8 @@ class ChaosRun:
         if latest != self.task.setting.last_step:
             self.result.violations.append(f"the newest checkpoint is step {latest}")
         else:
-            manifest = load_manifest(store.folder(self.task.setting.last_step))
-            files = manifest.files | manifest.contents
-            self.result.tensors = {
-                name: entry.model_dump() for name, entry in files.items() if name.endswith(".safetensors")
-            }
+            files = load_manifest(store.folder(self.task.setting.last_step)).tensor_files
+            self.result.tensors = {name: entry.model_dump() for name, entry in files.items()}
 
     def _check_remote(self) -> None:
         """Check that the remote store has the last step, and no step that is not whole."""

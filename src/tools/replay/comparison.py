@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cairn.checkpoint.manifest import Manifest, load_manifest
+from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.step_folder import (
     ADAPTER,
     CRITIC,
@@ -31,8 +31,6 @@ STEMS = (MODEL, ADAPTER, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
 """Everything of a checkpoint that has tensors."""
 COMPUTED = ("loss", "grad_norm")
 """The columns that depend on how sums are rounded."""
-VALUES = 2 << 20
-"""Values of a tensor that are compared at a time."""
 SHOWN = 3
 """So many of a tensor's values are shown that differ."""
 
@@ -140,16 +138,6 @@ def compare_rows(was: Mapping[int, Row], now: Mapping[int, Row], steps: Iterable
     return found
 
 
-def same_tensor_files(one: Manifest, other: Manifest) -> bool:
-    """Whether all tensors of two checkpoints are the same to the bit, by the checksums of their files."""
-    return _tensor_files(one) == _tensor_files(other)
-
-
-def _tensor_files(manifest: Manifest) -> dict[str, Any]:
-    files = {**manifest.files, **manifest.contents}
-    return {name: entry for name, entry in files.items() if name.endswith(".safetensors")}
-
-
 def compare_steps(
     was: Path, now: Path, start: Path | None = None, stage: Stage = no_progress
 ) -> tuple[int, list[TensorDifference]]:
@@ -163,11 +151,10 @@ def compare_steps(
     Raises:
         CheckpointError: the first is damaged.
     """
-    one = load_manifest(was)
-    verify(was, on_bytes=stage(f"verifying {was.name}", one.nbytes))
+    one = verify(was, on_bytes=stage(f"verifying {was.name}", load_manifest(was).nbytes))
     tensors = [_tensors(folder) for folder in (was, now)]
     names = sorted(tensors[0].keys() | tensors[1].keys())
-    if same_tensor_files(one, load_manifest(now)):
+    if one.tensor_files == load_manifest(now).tensor_files:
         return len(names), []
     before = _tensors(start) if start else {}
     progress = stage("comparing tensors", sum(tensor.spec.nbytes for tensor in tensors[0].values()))
@@ -196,34 +183,24 @@ def _difference(
     count = math.prod(one.spec.shape)
     if was is None or now is None or (was.spec.dtype, was.spec.shape) != (now.spec.dtype, now.spec.shape):
         return [TensorDifference(name, count, count, math.inf)]
-    changed, square, moved, own = 0, 0.0, 0.0, 0.0
+    from cairn.checkpoint.tensors.sharded_files import pieces  # imports torch
+
+    changed, square = 0, 0.0
     first: list[Value] = []
-    for begin in range(0, count, VALUES):
-        size = min(VALUES, count - begin)
-        x, y = _read(was, begin, size), _read(now, begin, size)
+    for begin, (x, y) in pieces(was, now):
         differs = (_as_bits(x) != _as_bits(y)).nonzero().ravel()
         changed += len(differs)
-        square += _square(y.double() - x.double())
-        own += _square(x.double())
-        if before is not None and before.spec.shape == was.spec.shape:
-            moved += _square(x.double() - _read(before, begin, size).double())
+        square += _square(y.double() - x.double()) if len(differs) else 0.0
         for place in differs[: SHOWN - len(first)].tolist():
             first.append(_value(x[place], y[place], begin + place, was.spec.shape))
     if not changed:
         return []
-    scale = moved or own
+    moved = 0.0
+    if before is not None and before.spec.shape == was.spec.shape:
+        moved = sum(_square(x.double() - y.double()) for _, (x, y) in pieces(was, before))
+    scale = moved or sum(_square(x.double()) for _, (x,) in pieces(was))
     distance = (square / scale) ** 0.5 if scale else math.inf
     return [TensorDifference(name, count, changed, distance, tuple(first))]
-
-
-def _read(stored: StoredTensor, first: int, size: int) -> "torch.Tensor":
-    import torch
-
-    from cairn.checkpoint.tensors.sharded_files import dtype_of
-
-    piece = torch.empty(size, dtype=dtype_of(stored))
-    stored.fill(first, piece)
-    return piece
 
 
 def _as_bits(values: "torch.Tensor") -> "torch.Tensor":

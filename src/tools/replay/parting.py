@@ -16,7 +16,6 @@ from cairn.tools.replay.comparison import (
     TensorDifference,
     compare_rows,
     compare_steps,
-    same_tensor_files,
 )
 from cairn.tools.replay.recorded import RecordedRun
 
@@ -86,7 +85,7 @@ def bisect(a: RecordedRun, b: RecordedRun, stage: Stage = no_progress) -> Partin
         CheckpointError: the checkpoint to compare is damaged.
     """
     common = sorted(a.rows.keys() & b.rows.keys())
-    saved = [step for step in a.resumable() if step in b.resumable()]
+    saved = [step for step in a.saved if step in b.saved]
     if not common and not saved:
         raise UsageError(f"{a.path} and {b.path} have no step in common")
     rows = compare_rows(a.rows, b.rows, common)
@@ -115,7 +114,7 @@ def bisect(a: RecordedRun, b: RecordedRun, stage: Stage = no_progress) -> Partin
 
 
 def _same_checkpoint(a: RecordedRun, b: RecordedRun, step: int) -> bool:
-    return same_tensor_files(a.store.manifest(step), b.store.manifest(step))
+    return a.store.manifest(step).tensor_files == b.store.manifest(step).tensor_files
 
 
 def _who(

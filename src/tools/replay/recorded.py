@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,6 +61,7 @@ class RecordedRun:
             what = "config.json" if config is None else f"roles.json of a run of {', '.join(KINDS)}"
             raise UsageError(f"{path}: has no {what}, so its settings are not known")
         self.path = path
+        self._view = view
         self.run = view.run
         self.kind: RunKind = KINDS[command]
         self.config = config
@@ -69,15 +71,16 @@ class RecordedRun:
 
     def recipe(self) -> Mapping[str, Any]:
         """The recipe of the newest attempt, by role; empty if it is not known."""
-        return RunView(self.path).recipe() or {}
+        return self._view.recipe() or {}
 
     @property
     def trains_on_batches(self) -> bool:
         """Whether an orchestrator ships what it trains on, so that batches can't be made again."""
         return "orchestrator" in self.kind.parts
 
-    def resumable(self) -> list[int]:
-        """The checkpoints that a run can go on from, oldest first."""
+    @cached_property
+    def saved(self) -> list[int]:
+        """The checkpoints that a run can go on from, oldest first, as they were at the first look."""
         found: list[int] = []
         for step in self.store.steps():
             try:
@@ -98,7 +101,7 @@ class RecordedRun:
         Raises:
             UsageError: the run has no such steps.
         """
-        saved = self.resumable()
+        saved = self.saved
         if after is None:
             if not saved:
                 raise UsageError(f"{self.path}: has no checkpoint with the trainer's state; give --step")
@@ -121,7 +124,7 @@ class RecordedRun:
                 f"at step {rewound[0]} the run went back because of a spike, which depends on how it came "
                 "there; replay other steps"
             )
-        for change in self._changes():
+        for change in self._changes:
             if stretch.start < change["step"] < stretch.last:
                 raise UsageError(
                     f"{change['name']} was changed after step {change['step']}, whose checkpoint is gone: "
@@ -129,15 +132,15 @@ class RecordedRun:
                 )
         return stretch
 
+    @cached_property
     def _changes(self) -> list[Mapping[str, Any]]:
-        saved = self.resumable()
-        recipe = self._record(saved[-1]).recipe if saved else None
+        recipe = self._record(self.saved[-1]).recipe if self.saved else None
         return [*(recipe or {}).get("changes", [])]
 
     def world_size(self, stretch: StepRange) -> int:
         """The number of ranks that took the steps: by the checkpoint at their end, or at their start."""
         for step in (stretch.last, stretch.start):
-            if step in self.store.steps():
+            if self.store.exists(step):
                 return self.store.manifest(step).world_size
         return int(self._trainer().get("workers") or 1)
 
@@ -149,7 +152,7 @@ class RecordedRun:
         """
         settings = copy.deepcopy(self._trainer())
         settings |= {name: value for name, value in OTHERWISE.items() if name in settings}
-        later = [step for step in self.resumable() if step >= stretch.last]
+        later = [step for step in self.saved if step >= stretch.last]
         # Of steps after the newest checkpoint, recipe.json and so config.json have the settings.
         recipe = self._record(later[0]).recipe if later else None
         values: Mapping[str, Any] = (recipe or {}).get("settings") or {}

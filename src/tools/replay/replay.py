@@ -152,14 +152,15 @@ def replay(
     """
     then = run.world_size(stretch)
     ranks = workers or then
-    gpus = this_machine().has_gpus and not run.settings(stretch).get("deterministic")
+    settings = run.settings(stretch) | {"workers": ranks}
+    gpus = this_machine().has_gpus and not settings.get("deterministic")
     exact = bound is None and ranks == then and not gpus
     changes = [] if ranks == then else [f"{then} ranks -> {ranks}"]
-    saved = stretch.last in run.store.steps()
+    saved = run.store.exists(stretch.last)
     if saved or stretch.start:
         made_by = run.store.manifest(stretch.last if saved else stretch.start)
         changes += [f"{name} {was} -> {here}" for name, (was, here) in made_by.changed_versions().items()]
-    with taken_again(run, stretch, workers=workers, work_dir=work_dir) as again:
+    with taken_again(run, stretch, settings, work_dir) as again:
         rows = {row["step"]: row for row in again.metrics()}
         comparison = Comparison(compare_rows(run.rows, rows, stretch.steps))
         if saved:
@@ -226,7 +227,7 @@ def provable(run: RecordedRun) -> list[StepRange]:
     Raises:
         UsageError: there are none; the message says why of the newest.
     """
-    saved, why = run.resumable(), ""
+    saved, why = run.saved, ""
     found: list[StepRange] = []
     for start, last in zip([0, *saved], saved, strict=False):
         try:
