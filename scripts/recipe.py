@@ -8,17 +8,16 @@ with rewards and an evaluation; each stage is one command. Every stage runs once
 all), in outputs/recipes/NAME. The same command goes on where it was ended, and stages that are done are not
 repeated. At the end, results.json and results.png in the recipe's folder are written from the run
 directories. With --check, the first steps of the stages that `check` names run again, for one seed, and are
-compared with results.json: bit for bit on the same kind of processor, to rounding on others. `--table` writes
-docs/results/recipes.md from the results of all recipes (see recipe_page.py).
+compared with results.json: bit for bit on the same kind of processor, to rounding on others. With --seeds,
+results of other seeds stay that were made with the same settings, versions and kind of processor. `--table`
+writes docs/results/recipes.md from the results of all recipes (see recipe_page.py).
 """
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -32,10 +31,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from recipe_facts import changed_since, commit, machine, newest_weights, versions_of
 from recipe_page import draw, table
 
-from cairn.checkpoint.manifest import installed_version
-from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_atomic
 from cairn.run.jsonlines import JsonLines
@@ -227,11 +225,15 @@ class RecipeRun:
             )
 
     def results(self, seeds: Sequence[int]) -> dict[str, Any]:
-        """What came out, read from the runs' folders."""
+        """What came out, read from the runs' folders; of other seeds, what is published (see `kept`)."""
         stages: dict[str, Any] = {}
+        others = self.kept(seeds)
         for stage in self.recipe.stages:
             by_seed = {str(seed): self._result(stage, seed) for seed in (seeds[:1] if stage.once else seeds)}
-            stages[stage.name] = by_seed
+            if not stage.once:
+                by_seed |= others.get(stage.name, {})
+            stages[stage.name] = dict(sorted(by_seed.items(), key=lambda item: int(item[0])))
+        seeds = sorted({*seeds, *(int(seed) for by_seed in others.values() for seed in by_seed)})
         equal: list[dict[str, Any]] = []
         for names in self.recipe.equal:
             by_seed = [{stages[name][str(seed)].get("weights") for name in names} for seed in seeds]
@@ -258,6 +260,32 @@ class RecipeRun:
             "equal": equal,
             "beside": beside,
         }
+
+    def kept(self, seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """The published results of other seeds than these, by stage and seed.
+
+        Only of the recipe's seeds, and only if another run of them now would have to give the same: neither
+        the recipe's files nor the machine's kind nor versions have changed. What is left out is said.
+        Whether the program's later commits give the same bits, `--check` says.
+        """
+        if not (self.folder / "results.json").exists():
+            return {}
+        published = self.published()
+        own = [stage.name for stage in self.recipe.stages if not stage.once]
+        found = {name: published["stages"].get(name, {}) for name in own}
+        others = [str(seed) for seed in self.recipe.seeds if seed not in seeds]
+        whole = [seed for seed in others if all(seed in by_seed for by_seed in found.values())]
+        commits = {by_seed[seed]["commit"] for by_seed in found.values() for seed in whole}
+        changes = {
+            "machine": published["machine"] != machine(),
+            "versions": published["versions"] != self.versions(),
+            "recipe": any(changed_since(one, self.folder) for some in commits for one in some.split(", ")),
+        }
+        if whole and any(changes.values()):
+            what = ", ".join(name for name, changed in changes.items() if changed)
+            print(f"published results of seed {', '.join(whole)} are left out, since these changed: {what}")
+            return {}
+        return {name: {seed: by_seed[seed] for seed in whole} for name, by_seed in found.items()}
 
     def _result(self, stage: Stage, seed: int) -> dict[str, Any]:
         out = self.out(stage, seed)
@@ -346,12 +374,6 @@ class RecipeRun:
         return bool(now) and (same if exact else close), about
 
 
-def versions_of(*packages: str) -> dict[str, str]:
-    """The versions of the packages that are installed."""
-    found = {name: installed_version(name) for name in packages}
-    return {name: version for name, version in found.items() if version is not None}
-
-
 def _apart(a: float | None, b: float | None) -> float:
     """The relative difference of two values of a curve; infinite if only one is there."""
     if a is None or b is None:
@@ -383,47 +405,6 @@ def run(words: Sequence[str], note: Callable[[], None] = lambda: None) -> int:
                 continue
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def newest_weights(out: Path) -> str | None:
-    """SHA-256 of the model files of a run's last step, one after the other; None: no step was saved."""
-    store = CheckpointStore(RunDirectory(out).checkpoints)
-    newest, digest = store.latest(), hashlib.sha256()
-    if newest is None:
-        return None
-    for path in sorted((store.folder(newest) / "model").glob("*.safetensors")):
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
-
-
-def commit(folder: Path) -> str:
-    """The commit that is checked out, with a + if the program or the recipe in `folder` differs from it.
-
-    It is asked when a command begins: in the end another may be checked out.
-    """
-    git = ["git", "-C", str(ROOT)]
-    asked = [*git, "describe", "--always", "--abbrev=12", "--exclude=*"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    own = ["src", "scripts", ":!*/results.json", ":!*/results.png"]
-    own += [str(folder.resolve())] if folder.resolve().is_relative_to(ROOT) else []
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *own], capture_output=True, check=False)
-    return found.stdout.strip() + "+" * bool(changed.returncode)
-
-
-def machine() -> dict[str, Any]:
-    """What determines the arithmetic's bits; each trainer's rank and each server computes with one thread."""
-    import torch
-
-    about: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        about.setdefault(name.strip(), value.strip())
-    kind = [f"{name} {about[name]}" for name in ("cpu family", "model", "stepping") if name in about]
-    return {
-        "processor": ", ".join([about.get("model name", platform.machine()), *kind]),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 def written(results: Mapping[str, Any]) -> str:

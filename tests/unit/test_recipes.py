@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cairn.config.cli import COMMANDS, load
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import recipe as program
+import recipe_facts
 from recipe import ROOT, RecipeRun, recipes
 
 WRITES = """
@@ -74,6 +76,36 @@ def test_a_recipe_is_run_once_and_its_results_come_from_the_run_directories(
     assert len(Path("ran").read_text().splitlines()) == 4, "what is done is not repeated"
     assert main(folder, "--check", "--outputs", "again", monkeypatch=monkeypatch) == 0
     assert "steps 1 to 2, loss: the same to the bit" in capsys.readouterr().out
+
+
+def test_results_of_other_seeds_stay_while_nothing_has_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Then a run of theirs would give the same. Else a mixture would be published."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder.parent)]
+    for words in (["init", "-q"], ["add", "mine"], ["commit", "-q", "-m", "A recipe"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(recipe_facts, "ROOT", folder.parent)
+
+    def seeds(*argv: str) -> list[str]:
+        assert main(folder, "--seeds", *argv, monkeypatch=monkeypatch) == 0
+        results = json.loads((folder / "results.json").read_text())
+        assert [list(results["stages"][name]) for name in ("second", "third")] == [
+            list(results["stages"]["first"])
+        ] * 2
+        return list(results["stages"]["first"])
+
+    assert seeds("1") == ["1"]
+    assert seeds("0") == ["0", "1"]
+    both = json.loads((folder / "results.json").read_text())
+    assert both["beside"][0]["any_step"] == pytest.approx(1 / 11), "of both seeds"
+    assert seeds("0", "1") == ["0", "1"]
+    assert json.loads((folder / "results.json").read_text()) == both
+    capsys.readouterr()
+    with (folder / "recipe.toml").open("a") as file:
+        file.write("# another line\n")
+    assert seeds("1") == ["1"]
+    assert "results of seed 0 are left out, since these changed: recipe" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
