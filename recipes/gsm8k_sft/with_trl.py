@@ -7,6 +7,7 @@ OUT/metrics.jsonl, and that of the held-out records to OUT/evals.jsonl, as Cairn
 import json
 import sys
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def main(settings: dict[str, Any], seed: int, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         Path(settings["model"]["name"]) / "model", dtype=torch.float32
     )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not any(fnmatchcase(name, pattern) for pattern in settings["freeze"])
     SFTTrainer(
         model,
         args=arguments,
