@@ -513,6 +513,18 @@ def tensors(step: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def assert_published(recipe: str, stage: str, run: Path) -> None:
+    """A run with the settings of a recipe's stage for seed 0 has the losses that the recipe has published.
+
+    To the bit where processor and versions are those of the results; elsewhere the first steps, to rounding.
+    """
+    sys.path.append(str(REPOSITORY / "scripts"))
+    from recipe import RecipeRun
+
+    same, said = RecipeRun(REPOSITORY / recipe, {}).compare(stage, 0, rows(run))
+    assert same, said
+
+
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """The same tensors by name, type and shape, bit for bit."""
     assert a.keys() == b.keys()

@@ -6,7 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import CONFIGS, Finished, Shell, assert_same_bits, flip, read, rows, step_folder, steps, tensors
+from runs import (
+    CONFIGS,
+    Finished,
+    Shell,
+    assert_published,
+    assert_same_bits,
+    flip,
+    read,
+    rows,
+    step_folder,
+    steps,
+    tensors,
+)
 
 from cairn.launch import main
 
@@ -26,10 +38,14 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def made(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the steps 2, 4, 6 and 8, of which its rules keep the last two and every fourth."""
+    """A run with the steps 2, 4, 6 and 8, of which its rules keep the last two and every fourth.
+
+    It is the beginning of a recipe, whose published numbers it has.
+    """
     run = tmp_path_factory.mktemp("made") / "run"
     flags = ("--max-steps", 8, "--ckpt.interval", 2, "--output-dir", run)
     shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", *flags)
+    assert_published("recipes/whole_answers", "examples", run)
     return run
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, Server, Shell, read, rows, step_folder, whole_rows
+from runs import REPOSITORY, Server, Shell, assert_published, read, rows, step_folder, whole_rows
 from sums import PROBLEMS
 
 pytestmark = pytest.mark.timeout(900)
@@ -71,6 +71,7 @@ def test_a_run_with_tools_survives_kills(shell: Shell, server: Server, tmp_path:
     (config := tmp_path / "rl.toml").write_text(configuration(folder, data))
     what = ("--max-steps", 100, "--output-dir", demonstrated, "--ckpt")
     shell.succeed("sft", "@", f"{CALCULATOR}/sft.toml", *what)
+    assert_published(CALCULATOR, "examples", demonstrated)
     arguments = (
         *("rl", "@", config, "--model.name", step_folder(demonstrated, 100)),
         *("--output-dir", run, "--max-steps", STEPS, "--ckpt", "--orchestrator.inference-url", server.url),
