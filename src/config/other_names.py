@@ -181,6 +181,7 @@ NOTES_OF: dict[str, str] = {
     "actor_rollout_ref.actor.ppo_mini_batch_size policy_mini_batch_size": (
         "how many parts a batch is split into"
     ),
+    "num_iterations": "with trainer.mini-batches 1: otherwise each update learns from a part of the batch",
     "filter_groups.enable dynamic_sampling.type": "how many prompts of a step may be replaced",
     "use_kl_in_reward": "reward",
     "actor_rollout_ref.actor.clip_ratio eps_clip": "and clip-high for the other side",

@@ -105,6 +105,7 @@ def test_a_flag_with_one_wrong_letter_is_suggested(case: tuple[str, str, str]):
         ("sft", "dtype", "did you mean --precision.compute?"),
         ("sft", "push_to_hub", "`ckpt export` writes a folder"),
         ("sft", "maxsteps", "did you mean --max-steps?"),
+        ("rl", "num_iterations", "--trainer.updates-per-batch? (with trainer.mini-batches 1:"),
         ("sft", "xyz", "--help lists all settings"),
     ],
 )
