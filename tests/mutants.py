@@ -105,6 +105,35 @@ MUTANTS = (
         "if step > attempt.start_step + 9]",
         "test_replay",
     ),
+    # Plans
+    M(
+        "a save that is not durable yet can be gone back to",
+        "SimulatedRun._newest_on_disk",
+        "if begun <= durable",
+        "if begun <= self.now",
+        "test_fleet_plan",
+    ),
+    M(
+        "a save that falls due while another one is written waits",
+        "SimulatedRun._begin_save",
+        "max(self.now, self._busy)",
+        "self.now",
+        "test_fleet_plan",
+    ),
+    M(
+        "a machine that died waits for a spare",
+        "SimulatedRun._other_machine",
+        "return heapq.heappop(self._repaired)",
+        "return self.now",
+        "test_fleet_plan",
+    ),
+    M(
+        "steps that a save overlaps are no measure of a step",
+        "_steps_and_saves",
+        "if step not in overlapped]",
+        "]",
+        "test_fleet_plan",
+    ),
     # Policies from server to server
     M(
         "a server vouches for what it hands on with its own checksums",

@@ -26,6 +26,7 @@ from cairn.tools.ckpt_places import (
     step_folder,
     tier_at,
 )
+from cairn.tools.ckpt_plan import MakePlan
 from cairn.tools.ckpt_push import Push
 from cairn.tools.ckpt_replay import Bisect, Prove, ReplaySteps
 from cairn.tools.ckpt_steps import Copy, ListSteps, Prune
@@ -167,7 +168,7 @@ COMMANDS = {
     command.command.removeprefix("ckpt "): command
     for command in (
         *(ListSteps, Show, Verify, Diff, Prune, Fork, Copy, AverageSteps, Import, Export, Push),
-        *(Audit, ReplaySteps, Prove, Bisect),
+        *(Audit, ReplaySteps, Prove, Bisect, MakePlan),
     )
 }
 

@@ -180,6 +180,17 @@ def test_parts_never_part(shell: Shell, straight: Path, parts: Parts):
     assert "the same through step 40" in shell.succeed("ckpt", "bisect", straight, parts.run)
 
 
+def test_a_plan_knows_a_run(shell: Shell, straight: Path):
+    """Its steps, saves and start are measured, and what it is told to set is near what formulas give."""
+    found = json.loads(shell.succeed("ckpt", "plan", straight, "--json", "--failures.process", "2"))
+    sources = {row["name"]: row["from"] for row in found["constants"]}
+    for name in ("step", "state", "a save is durable after"):
+        assert sources[name] == "measured"
+    assert sources["restart, rank"] == sources["restart, launcher"] == "measured: the run's own start"
+    assert found["now"]["interval"] == read(straight / "config.json")["ckpt"]["interval"]
+    assert 0 < found["best"]["goodput"] < 1
+
+
 def test_an_audit_finds_nothing(shell: Shell, straight: Path, parts: Parts, rewound: "Rewound"):
     """Neither in a run that went straight, nor in one of several parts, nor in one that went back."""
     for run in (straight, parts.run, rewound.run):

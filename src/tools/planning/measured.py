@@ -1,0 +1,236 @@
+"""The constants of a plan that a run has recorded: its steps, saves, uploads, starts and restarts."""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.step_folder import StepFolders
+from cairn.run.errors import UsageError
+from cairn.run.history import WorkClock
+from cairn.run.jsonlines import Row
+from cairn.run.metrics import number
+from cairn.run.output import counted
+from cairn.run.spans import MAIN, TimeSpan
+from cairn.run.view import RunView
+from cairn.tools.planning.fleet import Death
+
+WARMING = 3
+"""Rows after each start of the trainer that are no measure of a step: kernels and caches are still cold."""
+FEWEST = 5
+"""Steps without a save that are measured, at least."""
+WAITS = 0.05
+"""Share of a step from which on the trainer waits for answers."""
+ROLES: Mapping[str, Death] = {"trainer": "driver", "orchestrator": "orchestrator", "inference": "server"}
+WORKERS = "starting workers"
+"""The span of the trainer's driver in which its ranks are started."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run has recorded. A value that it says nothing about is None, or left out.
+
+    restarts: seconds from each death until the next step, without that step and without steps taken again.
+    starts: the same of the first start, which is what a restart took if there was none. counts: how often
+    each was measured.
+    """
+
+    command: str
+    steps: int
+    step: float
+    wait: float
+    generate: float
+    ahead: bool
+    servers: int
+    machines: int
+    ranks: int
+    save_cost: float | None
+    save_stall: float | None
+    save_seconds: float | None
+    upload_seconds: float | None
+    state: int | None
+    interval: int | None
+    remote: bool
+    restarts: dict[Death, float] = field(default_factory=dict[Death, float])
+    starts: dict[Death, float] = field(default_factory=dict[Death, float])
+    counts: dict[Death, int] = field(default_factory=dict[Death, int])
+
+
+def measure(view: RunView) -> MeasuredRun:
+    """Read the constants of a run.
+
+    Raises:
+        UsageError: it has too few steps to measure one.
+        DamagedFile: a file as a whole can't be read.
+    """
+    rows, history = view.metrics(), view.history()
+    clock = WorkClock(history)
+    saves = {int(row["step"]): seconds for row in rows if (seconds := number(row, "time/save")) is not None}
+    config = view.known_config() or {}
+    ckpt: Mapping[str, Any] = config.get("ckpt") or {}
+    seconds = _undisturbed(rows, _disturbances(history, clock))
+    step, cost = _steps_and_saves(view.run.path, seconds, list(saves), ckpt.get("interval"))
+    stalls = [stall for row in rows if (stall := number(row, "time/save_stall")) is not None]
+    waits = [number(row, "time/wait") or 0.0 for row in rows[WARMING:]]
+    generates = [value for row in rows[WARMING:] if (value := number(row, "time/generate")) is not None]
+    rl = bool(generates)
+    wait = statistics.fmean(waits) if rl and waits else 0.0
+    ahead = bool((config.get("orchestrator") or {}).get("max_off_policy_steps"))
+    generate = 0.0
+    if rl and not ahead:
+        generate = wait  # trainer and servers take turns
+    elif rl:
+        # Where the trainer waits, the servers set the pace; else their time is shorter than its own.
+        generate = step if wait > WAITS * step else statistics.fmean(generates)
+    state = _state(view)
+    upload = view.run.rates.expected("upload", state) if state else None
+    starts = _starts(rows, clock, view.spans(), step)
+    restarts, counts = _restarts(rows, history, clock, step)
+    hosts, ranks = _places(view)
+    attempt = view.attempt()
+    healthy = [value for row in rows if (value := number(row, "servers/healthy")) is not None]
+    return MeasuredRun(
+        command=attempt.command if attempt else "",
+        steps=len(rows),
+        step=step - wait,
+        wait=wait,
+        generate=generate,
+        ahead=ahead,
+        servers=round(max(healthy, default=1)) if rl else 0,
+        machines=max(hosts, 1),
+        ranks=max(ranks, 1),
+        save_cost=cost,
+        save_stall=statistics.fmean(stalls) if stalls else None,
+        save_seconds=statistics.median(saves.values()) if saves else None,
+        upload_seconds=upload.most if upload else None,
+        state=state,
+        interval=ckpt.get("interval"),
+        remote=bool(ckpt.get("remote")),
+        restarts=restarts,
+        starts=starts,
+        counts=counts,
+    )
+
+
+def _disturbances(history: Sequence[Row], clock: WorkClock) -> list[float]:
+    """When an attempt began or a role was started again, in seconds on the run's clock, in order."""
+    again = [clock.at(event["time"]) for event in history if event["event"] == "restart"]
+    return sorted([0.0, *clock.later, *again])
+
+
+def _undisturbed(rows: Sequence[Row], disturbed: Sequence[float]) -> dict[int, float]:
+    """By step, the seconds since the step before, everything included; without those after a start."""
+    found: dict[int, float] = {}
+    before, since = 0.0, 0
+    for row in rows:
+        end = number(row, "run/wall_seconds")
+        if end is None:
+            continue
+        place = bisect_left(disturbed, before)
+        since = 0 if place < len(disturbed) and disturbed[place] < end else since + 1
+        if since >= WARMING and end > before:
+            found[int(row["step"])] = end - before
+        before = end
+    return found
+
+
+def _steps_and_saves(
+    run: Path, seconds: Mapping[int, float], reported: Sequence[int], interval: int | None
+) -> tuple[float, float | None]:
+    """Seconds of a step without a save, and by which a save delays the steps that it overlaps.
+
+    seconds: of undisturbed steps. reported: the steps whose rows report a save, each the first one after the
+    save was complete.
+    """
+    if len(seconds) < FEWEST:
+        raise UsageError(
+            f"{run}: only {counted(len(seconds), 'step')} of it can be measured, because the first {WARMING} "
+            f"after each start do not count, and {FEWEST} are needed; give --work.step-seconds, or plan from "
+            "a longer run"
+        )
+    overlapped: set[int] = set()
+    for step in reported:
+        begun = (step - 1) // interval * interval if interval else step - 1
+        overlapped |= set(range(begun + 1, step + 1))
+    alone = [time for step, time in seconds.items() if step not in overlapped]
+    if len(alone) < FEWEST:  # there is always a save: the faster half is least delayed
+        alone = sorted(seconds.values())[: max(len(seconds) // 2, FEWEST)]
+    usual = statistics.fmean(alone)
+    during = [time - usual for step, time in seconds.items() if step in overlapped]
+    count = sum(step in seconds for step in reported)
+    return usual, max(sum(during) / count, 0.0) if count else None
+
+
+def _restarts(
+    rows: Sequence[Row], history: Sequence[Row], clock: WorkClock, step: float
+) -> tuple[dict[Death, float], dict[Death, int]]:
+    """By what died, the median seconds from its death to the next step, and how many were measured."""
+    found: dict[Death, list[float]] = {}
+    ends = [end for row in rows if (end := number(row, "run/wall_seconds")) is not None]
+    waits = [number(row, "time/wait") or 0.0 for row in rows if number(row, "run/wall_seconds") is not None]
+    usual = statistics.median(waits) if waits else 0.0
+    begins: list[tuple[float, Death]] = [
+        (clock.at(event["time"]), death_of(event["role"])) for event in history if event["event"] == "restart"
+    ]
+    begins.extend((moment, "launcher") for moment in clock.later)
+    begins.sort()
+    for place, (moment, death) in enumerate(begins):
+        after = bisect_left(ends, moment)
+        if after == len(ends) or (place + 1 < len(begins) and begins[place + 1][0] < ends[after]):
+            continue  # the restart was disturbed by the next one, or never came to a step
+        if death in ("orchestrator", "server"):
+            # Training goes on with what it has, so only what it waits longer than usual counts.
+            seconds = max(waits[after : after + 3]) - usual
+        else:
+            seconds = ends[after] - moment - step
+        found.setdefault(death, []).append(max(seconds, 0.0))
+    return (
+        {death: statistics.median(values) for death, values in found.items()},
+        {death: len(values) for death, values in found.items()},
+    )
+
+
+def death_of(role: str) -> Death:
+    """The kind of death that a restart of this role was."""
+    return ROLES.get(role.partition("_")[0] if role.startswith("inference") else role, "rank")
+
+
+def _starts(
+    rows: Sequence[Row], clock: WorkClock, spans: Sequence[TimeSpan], step: float
+) -> dict[Death, float]:
+    """The first start's seconds until the first step, from where a restart of each kind would begin."""
+    first = next((end for row in rows if (end := number(row, "run/wall_seconds")) is not None), None)
+    if first is None or not clock.has_begun or clock.later:
+        return {}
+    main = [span for span in spans if span.lane == MAIN]
+    found: dict[Death, float] = {"launcher": max(first - step, 0.0)}
+    driver = [span for span in main if span.role == "trainer"]
+    begins: dict[Death, float] = {"driver": min((span.begin for span in driver), default=math.inf)}
+    begins["rank"] = min((span.begin for span in driver if span.name == WORKERS), default=math.inf)
+    asked = [span.begin for span in main if span.role == "orchestrator"]
+    begins["orchestrator"] = min(asked, default=math.inf)
+    for death, begin in begins.items():
+        if not math.isinf(begin):
+            found[death] = max(first - clock.at(begin) - step, 0.0)
+    return found
+
+
+def _state(view: RunView) -> int | None:
+    """Bytes of the newest checkpoint; None if there is none."""
+    folders = StepFolders(view.checkpoints())
+    try:
+        steps = folders.steps()
+        return folders.manifest(steps[-1]).nbytes if steps else None
+    except (CheckpointError, UsageError, OSError):
+        return None
+
+
+def _places(view: RunView) -> tuple[int, int]:
+    """How many machines have ranks, and how many ranks there are."""
+    roles = view.run.current_roles() or {}
+    ranks = {name: entry for name, entry in roles.items() if name.startswith("trainer_rank")}
+    return len({entry.host for entry in ranks.values()}), len(ranks)
