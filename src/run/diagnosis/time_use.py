@@ -170,7 +170,7 @@ class SlowSaves:
             f"training stood still for saves during {percent(sum(stalls) / (wall + sum(stalls)))} of the "
             f"time in {seen.steps}: {max(stalls):.3g} s at most, and {max(durable, default=0.0):.3g} s "
             "until a step was durable",
-            "Save less often (ckpt.interval), or to a faster disk (ckpt.dir)",
+            "Save less often (ckpt.interval; `ckpt plan` says how often), or to a faster disk (ckpt.dir)",
         )
 
 
