@@ -22,7 +22,7 @@ from cairn.tools.ckpt import COMMANDS
 from cairn.tools.planning.choice import make_plan, outcome_of
 from cairn.tools.planning.closed_form import best_interval, daly, effective_ratio, expected, young
 from cairn.tools.planning.fleet import HOUR, Death, FleetConstants, PlanOption, uploads_every
-from cairn.tools.planning.measured import measure
+from cairn.tools.planning.measured import NOTICED, deaths, measure
 from cairn.tools.planning.simulation import RunEvent, SimulatedRun, drawn_events
 
 RESTARTS: dict[Death, float] = {
@@ -374,12 +374,19 @@ def recorded(path: Path) -> RunView:
     for row in rows:
         run.metrics.append(row)
     assert restart is not None
-    died = {"time": recorded_runs.BEGAN + restart, "event": "restart", "role": "trainer_rank0", "step": 24}
+    # It is in the history once another worker runs, three seconds later.
+    died = {
+        "time": recorded_runs.BEGAN + restart + 3,
+        "event": "restart",
+        "role": "trainer_rank0",
+        "step": 24,
+    }
     run.history.append({**died, "reason": "died", "how": "is started again"})
     run.set_role("trainer_rank0", "done")
     recorder = Recorder(run.spans_of("trainer"))
     recorder.add(MAIN, "starting", recorded_runs.BEGAN + 3, recorded_runs.BEGAN + 5)
     recorder.add(MAIN, "starting workers", recorded_runs.BEGAN + 5, recorded_runs.BEGAN + 8)
+    recorder.add(MAIN, NOTICED, recorded_runs.BEGAN + restart, recorded_runs.BEGAN + restart)
     recorder.write()
     return RunView(path)
 
@@ -390,7 +397,7 @@ def test_constants_of_a_run(tmp_path: Path):
     assert WorkClock(view.history()).has_begun
     assert found.step == pytest.approx(2.0)
     assert found.save_cost == pytest.approx(1.0), "two steps, half a second each"
-    assert (found.save_seconds, found.save_stall) == (3.5, 0.25)
+    assert found.save_seconds == 3.5
     assert found.restarts == {"rank": pytest.approx(7.0)}, "9 s until the next step ended, which takes 2 s"
     assert found.counts == {"rank": 1}
     assert found.starts["launcher"] == pytest.approx(25.0)
@@ -398,6 +405,19 @@ def test_constants_of_a_run(tmp_path: Path):
     assert found.starts["rank"] == pytest.approx(20.0)
     assert (found.interval, found.remote, found.state, found.machines, found.ranks) == (10, False, None, 1, 1)
     assert (found.servers, found.generate) == (0, 0.0)
+
+
+def test_when_the_whole_command_died(tmp_path: Path):
+    """When its ranks were last seen at work, not when somebody had started it again."""
+    run = recorded_runs.begin(tmp_path / "run", "sft")
+    run.history.append({"time": recorded_runs.BEGAN + 60, "event": "attempt", "number": 2, "idle": 0.0})
+    recorder = Recorder(run.spans_of("trainer_rank0"))
+    for begin in (40, 42, 70):
+        recorder.add(MAIN, "step", recorded_runs.BEGAN + begin, recorded_runs.BEGAN + begin + 2)
+    recorder.write()
+    view = RunView(tmp_path / "run")
+    (death,) = deaths(view.history(), view.spans(), WorkClock(view.history()))
+    assert death == (pytest.approx(44.0), "launcher")
 
 
 @pytest.mark.parametrize(("ahead", "waits", "generate"), [(0, 3.0, 3.0), (1, 3.0, 5.0), (1, 0.0, 2.5)])

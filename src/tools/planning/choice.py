@@ -31,7 +31,7 @@ KEEP, WAITING = 2, 2
 class PlanOutcome:
     """What an option comes to, on average over simulated runs.
 
-    goodput: ETTR. spread: half the distance between the best and the worst run. lost: GPU-hours of the
+    goodput: ETTR. worst, best: of the runs. lost: GPU-hours of the
     machines that train and serve, by cause. by_death: the same by what had died. idle: GPU-hours of spares.
     formula: the goodput by formulas. worth: steps per GPU that is paid for, as a share of what they would be
     without any disturbance and without spares.
@@ -39,7 +39,8 @@ class PlanOutcome:
 
     option: PlanOption
     goodput: float
-    spread: float
+    worst: float
+    best: float
     lost: dict[str, float]
     by_death: dict[str, float]
     idle: float
@@ -57,7 +58,8 @@ class PlanOutcome:
             "spares": option.spares,
             "servers": option.servers,
             "goodput": self.goodput,
-            "spread": self.spread,
+            "worst": self.worst,
+            "best": self.best,
             "goodput_by_formula": self.formula,
             "worth": self.worth,
             "lost_gpu_hours": self.lost,
@@ -87,7 +89,8 @@ def outcome_of(fleet: FleetConstants, option: PlanOption, seed: int, samples: in
     return PlanOutcome(
         option,
         goodput,
-        (max(goodputs) - min(goodputs)) / 2,
+        min(goodputs),
+        max(goodputs),
         {cause: sum(run.lost[cause] for run in runs) * hours for cause in CAUSES},
         {death: sum(run.by_death.get(death, 0.0) for run in runs) * hours for death in deaths},
         option.spares * fleet.gpus * fleet.horizon / HOUR,

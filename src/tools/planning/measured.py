@@ -28,6 +28,8 @@ WAITS = 0.05
 ROLES: Mapping[str, Death] = {"trainer": "driver", "orchestrator": "orchestrator", "inference": "server"}
 WORKERS = "starting workers"
 """The span of the trainer's driver in which its ranks are started."""
+NOTICED = "waiting before workers are started again"
+"""Its span that begins when a rank has died; the event in history.jsonl follows when another one runs."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,13 @@ class MeasuredRun:
     each was measured.
     """
 
-    command: str
-    steps: int
     step: float
-    wait: float
     generate: float
     ahead: bool
     servers: int
     machines: int
     ranks: int
     save_cost: float | None
-    save_stall: float | None
     save_seconds: float | None
     upload_seconds: float | None
     state: int | None
@@ -72,11 +70,13 @@ def measure(view: RunView) -> MeasuredRun:
     saves = {int(row["step"]): seconds for row in rows if (seconds := number(row, "time/save")) is not None}
     config = view.known_config() or {}
     ckpt: Mapping[str, Any] = config.get("ckpt") or {}
-    seconds = _undisturbed(rows, _disturbances(history, clock))
+    spans = view.spans()
+    died = deaths(history, spans, clock)
+    seconds = _undisturbed(rows, sorted([0.0, *(moment for moment, _ in died)]))
     step, cost = _steps_and_saves(view.run.path, seconds, list(saves), ckpt.get("interval"))
-    stalls = [stall for row in rows if (stall := number(row, "time/save_stall")) is not None]
-    waits = [number(row, "time/wait") or 0.0 for row in rows[WARMING:]]
-    generates = [value for row in rows[WARMING:] if (value := number(row, "time/generate")) is not None]
+    usual = [row for row in rows if row["step"] in seconds]
+    waits = [number(row, "time/wait") or 0.0 for row in usual]
+    generates = [value for row in usual if (value := number(row, "time/generate")) is not None]
     rl = bool(generates)
     wait = statistics.fmean(waits) if rl and waits else 0.0
     ahead = bool((config.get("orchestrator") or {}).get("max_off_policy_steps"))
@@ -88,23 +88,18 @@ def measure(view: RunView) -> MeasuredRun:
         generate = step if wait > WAITS * step else statistics.fmean(generates)
     state = _state(view)
     upload = view.run.rates.expected("upload", state) if state else None
-    starts = _starts(rows, clock, view.spans(), step)
-    restarts, counts = _restarts(rows, history, clock, step)
+    starts = _starts(rows, clock, spans, step)
+    restarts, counts = _restarts(rows, died, step)
     hosts, ranks = _places(view)
-    attempt = view.attempt()
     healthy = [value for row in rows if (value := number(row, "servers/healthy")) is not None]
     return MeasuredRun(
-        command=attempt.command if attempt else "",
-        steps=len(rows),
         step=step - wait,
-        wait=wait,
         generate=generate,
         ahead=ahead,
         servers=round(max(healthy, default=1)) if rl else 0,
         machines=max(hosts, 1),
         ranks=max(ranks, 1),
         save_cost=cost,
-        save_stall=statistics.fmean(stalls) if stalls else None,
         save_seconds=statistics.median(saves.values()) if saves else None,
         upload_seconds=upload.most if upload else None,
         state=state,
@@ -116,10 +111,28 @@ def measure(view: RunView) -> MeasuredRun:
     )
 
 
-def _disturbances(history: Sequence[Row], clock: WorkClock) -> list[float]:
-    """When an attempt began or a role was started again, in seconds on the run's clock, in order."""
-    again = [clock.at(event["time"]) for event in history if event["event"] == "restart"]
-    return sorted([0.0, *clock.later, *again])
+def deaths(history: Sequence[Row], spans: Sequence[TimeSpan], clock: WorkClock) -> list[tuple[float, Death]]:
+    """When what died, in seconds on the run's clock, in order.
+
+    Of the whole command, that is when its ranks were last seen at work: within a second, which is how often
+    spans are written.
+    """
+    noticed = [clock.at(span.begin) for span in spans if span.role == "trainer" and span.name == NOTICED]
+    worked = sorted(
+        clock.at(span.begin + span.seconds) for span in spans if span.role.startswith("trainer_rank")
+    )
+    found: list[tuple[float, Death]] = []
+    for event in history:
+        if event["event"] != "restart":
+            continue
+        moment, death = clock.at(event["time"]), death_of(event["role"])
+        if death == "rank":
+            moment = max((one for one in noticed if one <= moment), default=moment)
+        found.append((moment, death))
+    for moment in clock.later:
+        before = bisect_left(worked, moment)
+        found.append((worked[before - 1] if before else moment, "launcher"))
+    return sorted(found)
 
 
 def _undisturbed(rows: Sequence[Row], disturbed: Sequence[float]) -> dict[int, float]:
@@ -166,18 +179,13 @@ def _steps_and_saves(
 
 
 def _restarts(
-    rows: Sequence[Row], history: Sequence[Row], clock: WorkClock, step: float
+    rows: Sequence[Row], begins: Sequence[tuple[float, Death]], step: float
 ) -> tuple[dict[Death, float], dict[Death, int]]:
     """By what died, the median seconds from its death to the next step, and how many were measured."""
     found: dict[Death, list[float]] = {}
     ends = [end for row in rows if (end := number(row, "run/wall_seconds")) is not None]
     waits = [number(row, "time/wait") or 0.0 for row in rows if number(row, "run/wall_seconds") is not None]
     usual = statistics.median(waits) if waits else 0.0
-    begins: list[tuple[float, Death]] = [
-        (clock.at(event["time"]), death_of(event["role"])) for event in history if event["event"] == "restart"
-    ]
-    begins.extend((moment, "launcher") for moment in clock.later)
-    begins.sort()
     for place, (moment, death) in enumerate(begins):
         after = bisect_left(ends, moment)
         if after == len(ends) or (place + 1 < len(begins) and begins[place + 1][0] < ends[after]):

@@ -37,7 +37,7 @@ def print_plan(constants: Sequence[tuple[str, str, str]], plan: FleetPlan, *, ev
 
 
 COLUMNS = (
-    *("interval", "tier", "spares", "servers", "goodput", "±", "by formula", "steps per GPU"),
+    *("interval", "tier", "spares", "servers", "goodput", "worst", "by formula", "steps per GPU"),
     *("taken again", "saves", "restarts", "no machine", "no server", "disk", ""),
 )
 
@@ -59,7 +59,7 @@ def _cells(one: PlanOutcome, plan: FleetPlan) -> Iterator[str]:
     )
     yield from (
         f"{one.goodput:.4f}",
-        f"{one.spread:.4f}",
+        f"{one.worst:.4f}",
         "-" if one.formula is None else f"{one.formula:.4f}",
         f"{one.worth:.4f}",
     )
@@ -93,8 +93,7 @@ def draw(plan: FleetPlan, path: Path) -> None:
     for tier, curve in curves(plan).items():
         steps = [one.option.interval for one in curve]
         lines = axes.plot(steps, [one.goodput for one in curve], "o-", label=f"simulated, {TIERS[tier]}")
-        low = [one.goodput - one.spread for one in curve]
-        high = [one.goodput + one.spread for one in curve]
+        low, high = [one.worst for one in curve], [one.best for one in curve]
         axes.fill_between(steps, low, high, alpha=0.15, color=lines[0].get_color())
         formula = [math.nan if one.formula is None else one.formula for one in curve]
         axes.plot(steps, formula, ":", color=lines[0].get_color(), label=f"by formula, {TIERS[tier]}")
