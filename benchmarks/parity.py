@@ -308,6 +308,16 @@ def write_records(kind: str, path: Path, steps: int) -> int:
     return config.batch_size
 
 
+def write_prompts(path: Path, seed: int, steps: int) -> None:
+    """Write prompts for so many steps of TRL's GRPO, in an order of the seed's."""
+    from cairn.run.seeds import permutation
+
+    environment = trl_runs.environment_of(PROBLEMS)
+    numbers = permutation(len(environment), seed, "prompts for TRL")[: steps * PROMPTS]
+    prompts = [{"prompt": environment.messages(i), "problem": i} for i in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+
 TRL_EPSILON = 1e-4
 """What TRL's GRPO adds to a group's standard deviation before it divides by it; Cairn adds nothing."""
 
@@ -470,18 +480,13 @@ class OwnAnswers:
 
     def run_cairn(self, taught: Path, url: str) -> None:
         """Run Cairn's command with each seed, and make TRL's jobs."""
-        from cairn.run.seeds import permutation
-
-        environment = trl_runs.environment_of(PROBLEMS)
         for seed in self.seeds:
             print(f"Cairn: {OWN}, seed {seed}", file=sys.stderr, flush=True)
             flags = ("--seed", seed, "--max-steps", self.steps, "--trainer.threads", 1)
             rows = algorithms.rows_of(url, taught, self.folder / f"own_{seed}", *flags)
             self.ours.append([row["reward/mean"] for row in rows])
             data = self.folder / f"own_{seed}.jsonl"
-            numbers = permutation(len(environment), seed, "prompts for TRL")[: self.steps * PROMPTS]
-            prompts = [{"prompt": environment.messages(i), "problem": i} for i in numbers]
-            data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+            write_prompts(data, seed, self.steps)
             job = trl_runs.Job(
                 kind="grpo",
                 model=str(taught),

@@ -14,6 +14,7 @@ from typing import Any
 
 KINDS = ("sft", "dpo", "grpo")
 METRICS = "metrics.jsonl"
+PROBLEMS = "problems.jsonl"
 SAME: dict[str, Any] = {
     **{"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"},
     **{"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "adam_epsilon": 1e-8},
@@ -36,6 +37,7 @@ class Job:
     run. steps: of the optimiser. settings: of the trainer, beside `SAME` and `OF_KIND`. environment: the
     arguments of Cairn's `reverse_text`, whose rewards answers get (grpo). answers: JSON lines of recorded
     answers that are trained on instead of TRL's own, a line for each generation (grpo); see `Recorded`.
+    goes_on: the run may have begun, and goes on from the newest checkpoint that transformers finds.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     answers: str | None = None
+    goes_on: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -135,18 +138,24 @@ def make_trainer(job: Job) -> Any:
 
 
 def environment_of(arguments: dict[str, Any]) -> Any:
-    """Cairn's environment `reverse_text`."""
+    """Cairn's environment `reverse_text`, which notes its rewards if there is a file for that."""
+    import noted_rewards
+
     from cairn.config.orchestrator import EnvironmentConfig
     from cairn.orchestrator.environments import make_environment
 
-    return make_environment(EnvironmentConfig(name="reverse_text", args=arguments))
+    noted = noted_rewards.NOTED in os.environ
+    name = "noted_rewards:NotedRewards" if noted else "reverse_text"
+    return make_environment(EnvironmentConfig(name=name, args=arguments))
 
 
 def reward_of(job: Job) -> Any:
-    """The environment's reward, as TRL wants it."""
+    """The environment's reward, as TRL wants it; what step is trained on which problems goes to PROBLEMS."""
     environment = environment_of(job.environment)
 
-    def reward(completions: list[Any], problem: list[int], **_: Any) -> list[float]:
+    def reward(completions: list[Any], problem: list[int], trainer_state: Any, **_: Any) -> list[float]:
+        with (Path(job.out) / PROBLEMS).open("a") as file:
+            file.write(json.dumps({"step": trainer_state.global_step + 1, "problems": problem}) + "\n")
         return [environment.reward(i, c[0]["content"]) for i, c in zip(problem, completions, strict=True)]
 
     return reward
@@ -155,12 +164,13 @@ def reward_of(job: Job) -> Any:
 def main(path: Path) -> None:
     """Run a job."""
     import torch
+    from transformers.trainer_utils import get_last_checkpoint
 
     job = Job(**json.loads(path.read_text()))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    Path(job.out).mkdir(parents=True)
+    Path(job.out).mkdir(parents=True, exist_ok=job.goes_on)
     trainer = make_trainer(job)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=job.goes_on and get_last_checkpoint(job.out) is not None)
     trainer.save_model(str(job.model_at_end))
 
 

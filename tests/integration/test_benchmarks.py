@@ -88,6 +88,18 @@ def test_records():
 
 
 @pytest.mark.soak
+def test_lost_work():
+    found = report("lost_work")["tasks"]["sft"]
+    assert list(found["systems"]) == with_trl("cairn", "cairn, worker", "trl")
+    for name, values in found["systems"].items():
+        assert values["kills"] == 2
+        assert values["seconds"] > values["seconds_calm"] > 0
+        if name != "trl":
+            assert values["same_weights"]
+            assert (values["other_losses"], values["by_hand"], values["failed_starts"]) == (0, 0, 0)
+
+
+@pytest.mark.soak
 def test_watching():
     found = report("watching")
     assert found["page_answers"] > 0
