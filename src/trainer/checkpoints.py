@@ -17,7 +17,8 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.retention import Spare, apply_retention
-from cairn.checkpoint.saving.arena import SaveFailed, Tensors
+from cairn.checkpoint.saving.arena import SaveFailed
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.saving.saver import Newest, Saved, SaveOptions, Saver, SavingRank, decide
 from cairn.checkpoint.step_folder import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.step_jobs import StepJob, StepJobs

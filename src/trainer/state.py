@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
-from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors.sharded_files import Stored, load_step
 from cairn.config.trainer import TrainerBase

@@ -18,7 +18,8 @@ import torch
 from runs import ensure_forkserver, forkable
 
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saving.arena import SaveFailed, Tensors
+from cairn.checkpoint.saving.arena import SaveFailed
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore

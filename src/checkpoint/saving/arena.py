@@ -26,12 +26,10 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.saving.rank_shares import RankShares, Tensors, describe
 from cairn.checkpoint.tensors.host_staging import HostCopies, copies_from
-from cairn.checkpoint.tensors.layout import ALIGNMENT, FileLayout, plan_rank, ring_pieces
-from cairn.checkpoint.tensors.placement import Section, Stored, local_values, share_of
-from cairn.checkpoint.tensors.reader import as_bytes
-from cairn.checkpoint.tensors.rows import RowTargets, in_rows
-from cairn.checkpoint.tensors.sharded_files import plan_tensors
+from cairn.checkpoint.tensors.layout import ALIGNMENT, plan_rank, ring_pieces
+from cairn.checkpoint.tensors.placement import Stored
 from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
@@ -39,9 +37,6 @@ logger = logging.getLogger(__name__)
 MADV_POPULATE_WRITE = 23
 LEAST_BYTES = 64 << 20
 """Memory that every arena may have: the writer and the copy work on pieces of up to 16 MiB at a time."""
-
-Tensors = Mapping[str, Mapping[str, Stored]]
-"""Tensors by file stem within the step, such as `model/model`, and by name."""
 
 
 class SaveFailed(CheckpointError):
@@ -76,36 +71,16 @@ class Arena:
         self.rank = rank
         self.broken = False
         """Set after a failed save: the writer's state is unknown, so the next save creates a new arena."""
-        self.layout = _describe(tensors)
-        files: list[FileLayout] = []
-        self.indices: dict[str, bytes] = {}
-        held: dict[str, list[tuple[int, int]]] = {}
-        self._exchanged: set[str] = set()
-        self._constant = constant
-        widths: dict[int, int] = {}
-        for stem, named in tensors.items():
-            apart = constant.get(stem, ())
-            own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes, apart=apart)
-            own = [file for file in own if file.offsets.keys().isdisjoint(apart)]
-            prefix = stem.rpartition("/")[0]
-            if prefix in packed:
-                widths |= {len(files) + i: _width(named[n] for n in f.offsets) for i, f in enumerate(own)}
-            files += [inside(file, prefix, stem) for file in own]
-            if index is not None:
-                self.indices[f"{stem}.safetensors.index.json"] = index
-            rows = RowTargets({name: tensor for name, tensor in named.items() if name not in apart})
-            self._exchanged |= {stem} if rows.exchanged else set()
-            for name, tensor in rows.tensors.items():
-                share = share_of(name, tensor, rank).owned()
-                if share.ranges:
-                    held[f"{stem}:{name}"] = share.byte_ranges()
+        self.shares = RankShares(tensors, rank, max_file_bytes, constant)
+        self.indices = self.shares.indices
+        files, held = self.shares.files, self.shares.ranges
+        widths = {
+            number: _width(tensors[stem][name] for stem, _, name in map(_parts, file.offsets))
+            for number, file in enumerate(files)
+            if file.name.rpartition("/")[0] in packed
+        }
         self.plan = plan_rank(files, held, with_headers=rank == 0)
-        self._copies = [
-            (stem, name, _join(held[key], self.plan.starts[key]))
-            for stem, named in tensors.items()
-            for name in named
-            if (key := f"{stem}:{name}") in held
-        ]
+        self._copies = [(key, _join(held[key], self.plan.starts[key])) for key in held]
         wanted = self.plan.arena_bytes
         allowed = max(room(wanted), LEAST_BYTES) // ALIGNMENT * ALIGNMENT
         nbytes = min(wanted, allowed)
@@ -144,8 +119,6 @@ class Arena:
         )
         self._copier = copies(tensor.device for named in tensors.values() for tensor in named.values())
         self._sources: list[tuple[int, torch.Tensor]] = []
-        self._owned: dict[tuple[str, str, int], tuple[int, int]] = {}
-        """By stem, name and number of local values: the first of those that this rank saves, and how many."""
         self._headers = [
             (position, torch.frombuffer(bytearray(files[number].header), dtype=torch.uint8))
             for position, number in self.plan.headers
@@ -163,39 +136,19 @@ class Arena:
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether the arena was made for tensors of these names, data types and shapes."""
-        return self.layout == _describe(tensors)
+        return self.shares.layout == describe(tensors)
 
     def start_copy(self, tensors: Tensors) -> None:
         """Remember which values to copy; on a GPU the copies run after the work queued there so far."""
-        tensors = {
-            stem: in_rows({n: t for n, t in named.items() if n not in self._constant.get(stem, ())})
-            if stem in self._exchanged
-            else named
-            for stem, named in tensors.items()
-        }
-        with torch.no_grad():
-            for stem, name, places in self._copies:
-                source = self._bytes_of(stem, name, tensors[stem][name])
-                if len(places) == 1:
-                    self._sources.append((places[0][0], source))
-                else:
-                    self._sources += [(start, source[begin:end]) for start, begin, end in places]
+        values = self.shares.take(tensors)
+        for key, places in self._copies:
+            source = values[key]
+            if len(places) == 1:
+                self._sources.append((places[0][0], source))
+            else:
+                self._sources += [(start, source[begin:end]) for start, begin, end in places]
         self._sources = sorted([*self._headers, *self._sources], key=lambda source: source[0])
         self._copier.follow()  # also the copies that have made strided values contiguous
-
-    def _bytes_of(self, stem: str, name: str, tensor: Stored) -> torch.Tensor:
-        """The values that this rank saves of a tensor, uint8. Which ones these are is worked out once: a
-        GPU stands still meanwhile, and a large model has thousands of tensors."""
-        values = local_values(tensor.tensor if isinstance(tensor, Section) else tensor)
-        if not values.is_contiguous():
-            return as_bytes(share_of(name, tensor, self.rank).owned().local)
-        first, count = self._owned.get((stem, name, values.numel())) or (0, 0)
-        if not count:
-            own = share_of(name, tensor, self.rank).owned().local
-            first = int(own.storage_offset()) - int(values.storage_offset())
-            count = own.numel()
-            self._owned[stem, name, values.numel()] = first, count
-        return as_bytes(values.view(-1)[first : first + count])
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save begins."""
@@ -277,8 +230,9 @@ class Arena:
             raise WriterDied(f"the writer died (exit code {self._writer.wait()})") from None
 
 
-def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:
-    return [(stem, name, t.dtype, t.shape) for stem, named in tensors.items() for name, t in named.items()]
+def _parts(key: str) -> tuple[str, str, str]:
+    """The stem and the name in a tensor's name within a step, with what is between them."""
+    return key.partition(":")
 
 
 def _width(tensors: Iterable[Stored]) -> int:
@@ -304,9 +258,3 @@ def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, i
             joined.append((start, position, end))
         position = end
     return joined
-
-
-def inside(file: FileLayout, folder: str, stem: str) -> FileLayout:
-    """The same file with its path relative to the step's folder, and with the stem in its tensors' names."""
-    offsets = {f"{stem}:{name}": offset for name, offset in file.offsets.items()}
-    return FileLayout(f"{folder}/{file.name}", file.header, offsets, file.size)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import FileEntry
-from cairn.checkpoint.saving.arena import Arena, SaveFailed, Tensors, WriterDied
+from cairn.checkpoint.saving.arena import Arena, SaveFailed, WriterDied
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.saving.unchanged_files import (
     Carried,
     ConstantFiles,

@@ -23,7 +23,7 @@ import torch
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, make_receipt, note_of
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content, check_size, load_manifest
-from cairn.checkpoint.saving.arena import Tensors, inside
+from cairn.checkpoint.saving.rank_shares import Tensors, inside
 from cairn.checkpoint.tensors.host_staging import Outlet, copies_from
 from cairn.checkpoint.tensors.layout import FileLayout
 from cairn.checkpoint.tensors.placement import share_of

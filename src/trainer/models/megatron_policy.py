@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
 from cairn.config.trainer import TrainerBase
 from cairn.model.hub_layout import layout_of

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.saving.unchanged_files import Carried
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.sharded_files import Stored, read_tensors
