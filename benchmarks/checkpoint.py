@@ -9,6 +9,8 @@ A transformer-sized stack of linear layers trains with AdamW under FSDP2 while i
 - cached_share: smallest fraction of the files' pages that were in the page cache before a warm load
 - extra_bytes: additional memory of the process and its helper processes
 
+A step in memory is measured beside them (checkpoint_memory.py).
+
 Runs as `python benchmarks/checkpoint.py`, or under torchrun for one size only. Needs neither Ray nor vLLM.
 """
 
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_limits import measure_limits, measure_loads
+from checkpoint_memory import measure_memory
 from checkpoint_scale import measure_scale
 from checkpoint_state import Memory, Training
 from checkpoint_systems import CairnSystem, DcpSystem, MetaSystem, WholeFileSystem
@@ -97,6 +100,7 @@ def _show(run: dict) -> None:
     limits = run["limits"]
     print(f"\n{run['params'] / 1e6:.0f}M parameters, {run['ranks']} ranks, {run['state_bytes'] / 1e9:.2f} GB")
     print("limits: " + "  ".join(f"{key} {value:.3f}" for key, value in limits.items()))
+    print("step in memory: " + "  ".join(f"{key} {value:.3f}" for key, value in run["memory"].items()))
     print(f"{'':20}" + "".join(f"{key:>14}" for key in next(iter(run["systems"].values()))))
     for name, values in run["systems"].items():
         print(f"{name:20}" + "".join(f"{'-' if v is None else f'{v:.3f}':>14}" for v in values.values()))
@@ -120,8 +124,10 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
     root = Path(paths[0])
     try:
         limits = measure_limits(training, root, arguments.repeats)
+        in_memory = measure_memory(training, arguments.repeats)
         if rank == 0:  # progress on stderr, in case a long run is interrupted
-            print(json.dumps({"params": params, "limits": limits}), file=sys.stderr, flush=True)
+            noted = {"params": params, "limits": limits, "memory": in_memory}
+            print(json.dumps(noted), file=sys.stderr, flush=True)
         systems = {}
         for name in arguments.systems:
             with contextlib.suppress(ImportError):
@@ -141,8 +147,9 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
         "state_bytes": training.total_bytes,
         "step_s": training.step_seconds,
         "limits": limits,
+        "memory": in_memory,
         "systems": systems,
-        "ratios": ratios(limits, systems),
+        "ratios": {"copy / memcpy": in_memory["copy_s"] / in_memory["memcpy_s"], **ratios(limits, systems)},
     }
     dist.destroy_process_group()
     return report

@@ -261,12 +261,15 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
     command = ("sft", "@", str(config), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
     whole = (*command, "--max-steps", str(steps))
     by_role = (*whole, "--spare-workers", "1", "--standby")
+    memory = ("sft", "@", str(config), "--ckpt.interval", "50", "--ckpt.memory-interval", "1")
+    from_memory = (*memory, *by_role[by_role.index("--max-steps") :])
     calm = calm_steps(folder / "calm_before", command)
     step_seconds = statistics.median(calm)
     say(f"a calm step takes {step_seconds:.2f} s")
     walls = {}
     for name, arguments, victims in (
         ("restart by role", by_role, ["trainer_rank0", "trainer_rank0", "trainer"]),
+        ("restart by role, from memory", from_memory, ["trainer_rank0", "trainer_rank0", "trainer"]),
         ("restart of the whole job", whole, [None]),
     ):
         run = folder / name.replace(" ", "_")

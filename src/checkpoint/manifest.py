@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import stat
@@ -285,6 +286,10 @@ def check_content(
             on_bytes(count)
 
 
+IN_MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+"""Where a link leads in the place of a tensor file of a step that is in the memory of another process."""
+
+
 def check_size(path: Path, entry: FileEntry) -> None:
     """Check a file's size, and that the manifest has as many checksums as this size requires.
 
@@ -293,6 +298,8 @@ def check_size(path: Path, entry: FileEntry) -> None:
     """
     try:
         status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and IN_MEMORY.fullmatch(os.readlink(path)):
+            status = path.stat()
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):

@@ -62,6 +62,8 @@ class CkptConfig(BaseConfig):
     """Changes since the checkpoint to accept although they break a promise, such as data batch_size."""
     interval_minutes: float | None = Field(default=None, gt=0)
     """Also save when N minutes have passed since the last save."""
+    memory_interval: int | None = Field(default=None, ge=1)
+    """Keep every N-th step in this machine's memory, twice: ranks that die go on from there, not the disk."""
     save_async: bool = True
     """Write in the background while training continues; off: wait until each save is committed."""
     training_state: bool = True
@@ -158,6 +160,16 @@ class CkptConfig(BaseConfig):
         local = {"keep_last": CACHED_STEPS, "keep": None, "keep_every": None, "keep_best": None}
         kept = {name: value for name, value in data.items() if name not in local}
         return {**kept, **rules, "remote": data["dir"], "dir": None, "keep_last": CACHED_STEPS}
+
+    @model_validator(mode="after")
+    def _whole_steps_in_memory(self) -> "CkptConfig":
+        other = "training_state = false" if not self.training_state else "incremental = true"
+        if self.memory_interval is not None and (self.incremental or not self.training_state):
+            raise ValueError(
+                f"memory_interval = {self.memory_interval} keeps the whole training state in memory, so it "
+                f"can't go with {other}: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_by_something(self) -> "CkptConfig":

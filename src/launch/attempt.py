@@ -12,6 +12,7 @@ from typing import Any
 
 from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.memory.memory_slots import MemoryRecord, free, start_in_memory
 from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
@@ -102,6 +103,7 @@ def begin(
     if not _same_recipe(run, recipe):
         run.rewinds.forget_after(attempt)
     run.versions.clear()
+    free(run.memory)
     write_json(run.recipe, recipe, durable=True)
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
     run.begin(attempt)
@@ -192,6 +194,28 @@ def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -
         if (manifest.run_id, manifest.branch) == (attempt.run_id, attempt.branch):
             return dataclasses.replace(attempt, start_step=step, resume_from=str(folder))
     return attempt
+
+
+def newest_trainer_start(attempt: Attempt, store: CheckpointStore, run: RunDirectory) -> Attempt:
+    """The attempt as seen by ranks that start in the middle of it: from the newest checkpoint, or from a step
+    in memory that is newer.
+
+    Not from one that is to be a checkpoint and is not saved yet: the step before it leads there. Nor from one
+    whose policy the orchestrator has not been told of.
+
+    Raises:
+        StartDamaged: the newest checkpoint is damaged.
+    """
+
+    def may_start(record: MemoryRecord) -> bool:
+        told = max(run.versions.all_announced(attempt), default=0) >= record.step
+        return record.saves < record.step and (told or "orchestrator" not in record.about["parts"])
+
+    start = newest_start(attempt, store, pass_over=False)
+    found = start_in_memory(run.memory, start, may_start)
+    if found is not start:
+        logger.info("the ranks go on from step %d, which is in memory", found.start_step)
+    return found
 
 
 def reserve_number(config: RunConfig, run_id: str, token: str, least: int) -> int:

@@ -19,7 +19,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SERVER
 from cairn.config.trainer import TrainerBase
-from cairn.launch.attempt import newest_start
+from cairn.launch.attempt import newest_start, newest_trainer_start
 from cairn.launch.jobs.background import JOBS
 from cairn.launch.plan.gpu_assignment import gpus_of_server, use_gpus
 from cairn.launch.supervise.slot import send_end, send_error
@@ -93,7 +93,7 @@ def run_trainer(
             turn.wait()
             with stop_on_signals(run):  # after Ray has started and set its own handler
                 store = CheckpointStore(run.checkpoints)
-                outcome = ranks.train(lambda: newest_start(attempt, store, pass_over=False))
+                outcome = ranks.train(lambda: newest_trainer_start(attempt, store, run))
         state = "stopped" if outcome.stopped else "done"
     finally:
         turn.end(state)

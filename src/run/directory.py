@@ -91,6 +91,7 @@ class RunDirectory:
         self.ledger = self.path / "ledger.sqlite"
         self.remade = self.path / "remade.json"
         """What batches were that are made again, written by the orchestrator while there are any."""
+        self.memory = self.path / "memory"
         self.weights = self.path / "weights"
         self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
@@ -130,6 +131,7 @@ class RunDirectory:
             self.trained,
             self.rollouts,
             self.tokens,
+            self.memory,
             self.weights,
             self.rates.folder,
         ]

@@ -33,6 +33,9 @@ POINTS = {
     "save.write": "each rank's writer, before each block",
     "save.before_fsync": "each rank's writer, when all is written",
     "save.before_part": "each rank's writer, when all is durable",
+    "memory.begin": "each rank, when the older step in memory is no longer whole",
+    "memory.copied": "each rank, when its state is in memory and nothing says so yet",
+    "memory.sealed": "each rank, when its part of a step in memory is whole",
     "orchestrator.before_part": "orchestrator, before its files are written",
     "commit.before_manifest": "trainer rank 0, when all parts have arrived",
     "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",
@@ -56,6 +59,7 @@ POINTS = {
 ON_EACH_RANK = (
     *("trainer.batch_read", "trainer.rewind", "publish.begin"),
     *("save.copy", "save.write", "save.before_fsync", "save.before_part"),
+    *("memory.begin", "memory.copied", "memory.sealed"),
 )
 """Points that every rank of the trainer reaches, or its writer."""
 

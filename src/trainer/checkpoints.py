@@ -1,6 +1,8 @@
 """Saving a trainer's state while training goes on."""
 
+import base64
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Origin
+from cairn.checkpoint.memory.memory_slots import MemoryRecord, record_of
+from cairn.checkpoint.memory.memory_steps import MemoryRank, MemorySteps
 from cairn.checkpoint.retention import Spare, apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.checkpoint.saving.rank_shares import Tensors
@@ -74,6 +78,13 @@ class Checkpoints:
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are."""
         raise AssertionError("a run without checkpoints saves nothing")
+
+    def keep_in_memory(self, metrics: Mapping[str, float], *, saves: bool) -> None:
+        """Copy the current step, whose metrics these are, into memory outside this process, if it is due.
+
+        Args:
+            saves: whether it becomes a checkpoint.
+        """
 
     def wait(self) -> None:
         """Wait for the save in progress; `check` returns it.
@@ -174,10 +185,12 @@ class TrainerCheckpoints(Checkpoints):
         self._others = others if ckpt.training_state else ()
         self._parts = ["trainer", *self._others] if ckpt.training_state else ["model"]
         group = state.group
-        self._companions: Mapping[str, bytes] = {}
+        self._fixed: Mapping[str, bytes] = {}
+        """The small files that all steps have alike, by name within the step; on rank 0."""
         if group.rank == 0:
             policy = state.policy
-            self._companions = {**companions(policy.module, context.model_folder), **policy.beside()}
+            beside = {**companions(policy.module, context.model_folder), **policy.beside()}
+            self._fixed = {f"model/{name}": content for name, content in beside.items()}
         self._saved_at = time.monotonic()
         jobs = _jobs_of(context, ckpt, self.store)
         self._jobs = jobs
@@ -196,6 +209,24 @@ class TrainerCheckpoints(Checkpoints):
             apply_retention(self.store, ckpt, jobs.spared)
 
         self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)
+        resumed = Path(context.attempt.resume_from) if context.attempt.resume_from else None
+        if record := record_of(resumed) if resumed else None:
+            resumed = self.store.folder(parent.step) if parent else None
+        self._promised = record.saves if record else 0
+        """The newest step of which it was decided that it becomes a checkpoint; 0: none yet."""
+        owed = group.rank == 0 and self._promised > 0 and not self.store.exists(self._promised)
+        self._owed = group.any_of(owed)[0]
+        """Whether that step was not saved, because a rank has died: then the next one is."""
+        self._memory: MemorySteps | None = None
+        if ckpt.memory_interval is not None:
+            self._memory = MemorySteps(
+                context.run.memory,
+                MemoryRank(group.rank, group.world_size, self.attempt.id, context.launcher),
+                group.gather_objects,
+                lambda: int(STAGING_SHARE * available_memory()),
+                self._fixed,
+                state.progress.step,
+            )
         self._saver = Saver(
             self.store,
             SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
@@ -207,7 +238,7 @@ class TrainerCheckpoints(Checkpoints):
                 packed=PACKED if ckpt.compress else (),
                 constant=self._constant(),
                 carried=state.policy.carried() if group.rank == 0 else {},
-                parent=Path(context.attempt.resume_from) if context.attempt.resume_from else None,
+                parent=resumed,
             ),
             before_commit=before_commit,
             after_commit=committed,
@@ -216,7 +247,7 @@ class TrainerCheckpoints(Checkpoints):
 
     def due(self, step: int, *, last: bool) -> bool:
         interval = self._ckpt.interval
-        return last or (interval is not None and step % interval == 0)
+        return last or self._owed or (interval is not None and step % interval == 0)
 
     def overdue(self) -> bool:
         minutes = self._ckpt.interval_minutes
@@ -234,19 +265,57 @@ class TrainerCheckpoints(Checkpoints):
     def prepare(self) -> None:
         if self._ckpt.interval or self._ckpt.interval_minutes:
             self._saver.prepare(self._tensors())
+        if self._memory is not None:
+            self._memory.prepare(self._tensors())
 
     def before_update(self) -> None:
         self._saver.before_update()
+        if self._memory is not None:
+            self._memory.before_update()
 
     def metrics(self) -> Mapping[str, float]:
-        return self._jobs.metrics()
+        kept = {"time/memory": self._memory.seconds} if self._memory and self._memory.seconds else {}
+        return {**self._jobs.metrics(), **kept}
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are; unless `save_async`, wait for the commit."""
-        state = self.state
-        step = state.progress.step
-        files = {f"model/{name}": content for name, content in self._companions.items()}
+        step = self.state.progress.step
         tensors = self._tensors()
+        self._saver.save(step, tensors, {**self._fixed, **self._files()}, self._about(metrics, tensors))
+        self._promised, self._owed = step, False
+        self.parent = Origin(run_id=self.attempt.run_id, step=step)
+        if not self._ckpt.save_async:
+            self._saver.finish()
+        self._saved_at = time.monotonic()
+
+    def keep_in_memory(self, metrics: Mapping[str, float], *, saves: bool) -> None:
+        step, every = self.state.progress.step, self._ckpt.memory_interval
+        if self._memory is None or every is None or step % every:
+            return
+        tensors = self._tensors()
+        # What the next step may change is taken now, on the thread that trains.
+        about, files = self._about(metrics, tensors), self._files() if self.state.group.rank == 0 else {}
+        about["parent"] = self.parent.model_dump() if self.parent else None
+        carried = self._saver.how.carried
+
+        def record() -> MemoryRecord:
+            assert self._memory is not None
+            return MemoryRecord(
+                attempt=self.attempt.id,
+                session=self._memory.session,
+                step=step,
+                saves=self._promised,
+                about=about,
+                files={name: base64.b64encode(data).decode() for name, data in files.items()},
+                linked={name: str(file.source) for name, file in carried.items()},
+            )
+
+        self._memory.keep(step, tensors, record)
+
+    def _files(self) -> dict[str, bytes]:
+        """The small files that each step has of its own, by name within it."""
+        state = self.state
+        files: dict[str, bytes] = {}
         if self._ckpt.training_state:
             record = TrainerRecord(
                 progress=asdict(state.progress),
@@ -265,14 +334,12 @@ class TrainerCheckpoints(Checkpoints):
                 if model is not state.policy:
                     where = model.weights_stem.rpartition("/")[0]
                     files |= {f"{where}/{name}": content for name, content in model.beside().items()}
-        self._saver.save(step, tensors, files, self._about(metrics, tensors))
-        self.parent = Origin(run_id=self.attempt.run_id, step=step)
-        if not self._ckpt.save_async:
-            self._saver.finish()
-        self._saved_at = time.monotonic()
+        return files
 
     def wait(self) -> None:
         self._saver.finish()
+        if self._memory is not None:
+            self._memory.wait()
 
     def check(self) -> list[Saved]:
         saved = self._saver.check()
@@ -284,10 +351,15 @@ class TrainerCheckpoints(Checkpoints):
         self._saver.finish()
         saved = self.check()
         self._saver.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         return saved
 
     def abandon(self) -> None:
         self._saver.abandon()
+        if self._memory is not None:
+            self._memory.abandon()
 
     def _staging_memory(self, wanted: int) -> int:
         """How many bytes of host memory this rank's copy of its state may have, of the `wanted`.
@@ -322,10 +394,19 @@ class TrainerCheckpoints(Checkpoints):
     def _tensors(self) -> Tensors:
         return self.state.tensors(weights_only=not self._ckpt.training_state)
 
-    def _about(self, metrics: Mapping[str, float], tensors: Tensors) -> dict[str, Any]:
+    @functools.cached_property
+    def _of_run(self) -> dict[str, Any]:
+        """What all manifests of this process say alike."""
         recipe = json.dumps({key: self.recipe[key] for key in sorted(self.recipe.keys() - {"changes"})})
         versions = {package: importlib.metadata.version(package) for package in PACKAGES}
         return {
+            "versions": versions | {"python": platform.python_version()},
+            "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
+        }
+
+    def _about(self, metrics: Mapping[str, float], tensors: Tensors) -> dict[str, Any]:
+        return {
+            **self._of_run,
             "run_id": self.attempt.run_id,
             "attempt": self.attempt.number,
             "branch": self.attempt.branch,
@@ -337,8 +418,6 @@ class TrainerCheckpoints(Checkpoints):
                 for stem, named in tensors.items()
             },
             "metrics": metrics,
-            "versions": versions | {"python": platform.python_version()},
-            "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
         }
 
 

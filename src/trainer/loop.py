@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cairn.checkpoint.memory.memory_slots import record_of
 from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.trainer import TrainerBase
@@ -43,10 +44,11 @@ SWITCH_INTERVAL = 0.0005
 """Seconds until a thread that is busy in Python lets another one run, such as the one that trains."""
 
 
-def train(config: TrainerBase, attempt: Attempt, group: RankGroup) -> Outcome:
+def train(config: TrainerBase, attempt: Attempt, group: RankGroup, launcher: int | None = None) -> Outcome:
     """Train from `attempt.start_step` to `config.max_steps`; all ranks call it.
 
-    `config.model.name` is the local directory to start from, unless the attempt resumes.
+    `config.model.name` is the local directory to start from, unless the attempt resumes. `launcher` is the
+    process that has started the run, if it is on this machine.
 
     Raises:
         TrainingDiverged: a gradient is not finite.
@@ -57,14 +59,19 @@ def train(config: TrainerBase, attempt: Attempt, group: RankGroup) -> Outcome:
     if (slow := slow_network(group)) and group.rank == 0:
         logger.warning(slow)
     with contextlib.ExitStack() as closing:
-        return Training(config, attempt, group, closing).run()
+        return Training(config, attempt, group, closing, launcher).run()
 
 
 class Training:
     """One attempt on one rank: what its steps work with, and what goes on around each of them."""
 
     def __init__(
-        self, config: TrainerBase, attempt: Attempt, group: RankGroup, closing: contextlib.ExitStack
+        self,
+        config: TrainerBase,
+        attempt: Attempt,
+        group: RankGroup,
+        closing: contextlib.ExitStack,
+        launcher: int | None,
     ):
         """Load what `attempt` goes on from; `closing` ends what this starts."""
         step = attempt.start_step
@@ -83,7 +90,7 @@ class Training:
         self.state.check_model()
 
         recipe = (read_json(run.recipe, dict) or {}).get("trainer", {})
-        context = Context(run, attempt, self.state, model_folder, recipe)
+        context = Context(run, attempt, self.state, model_folder, recipe, launcher)
         self.task = make_task(config, context)
         closing.callback(self.task.close)
         if self.task.prefetch:
@@ -95,6 +102,11 @@ class Training:
         self._checkpoints = make_checkpoints(context, parent, self.task.parts, self.task.committed)
         closing.callback(self._checkpoints.abandon)
         self._rewinder = make_rewinder(config, self.state, run, attempt, self._checkpoints)
+        record = record_of(resume_from) if resume_from else None
+        self._unsaved = record is not None
+        """Whether the step that this attempt starts from is in memory only."""
+        self._row: dict[str, float] = dict(record.about["metrics"]) if record else {}
+        """The metrics of that step."""
         self._too_late = False
         """Whether the newest step is not saved because the run must have ended before."""
         self._utilisation = make_utilisation(config, self.state)
@@ -122,8 +134,7 @@ class Training:
         # A rank that died after the last save has nothing left to do: no further batch will come.
         asked_to_stop = Earlier(*self.group.any_of(*self.task.earlier(progress.step))).last
         save = ended = asked_to_stop or self.task.finished() is not None
-        row: dict[str, float] = {}
-        saved: list[Saved] = []
+        row, saved = self._row, list[Saved]()
         if progress.step == 0:
             self.task.validate(0)
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
@@ -152,6 +163,8 @@ class Training:
                 self._checkpoints.prepare()
             if save:
                 self._checkpoints.save(row)
+            if not decision.last:
+                self._checkpoints.keep_in_memory(row, saves=save)
             _report(saved := self._checkpoints.check())
             if decision.last:
                 break
@@ -169,7 +182,8 @@ class Training:
             saved: whether its save was begun already.
         """
         step = self.state.progress.step
-        save = step > self.attempt.start_step and self._checkpoints.due(step, last=True)
+        is_new = step > self.attempt.start_step or self._unsaved
+        save = is_new and self._checkpoints.due(step, last=True)
         if save and not saved:
             save = self._in_time(step)
         self.task.end(step, save=save)
@@ -185,7 +199,7 @@ class Training:
             saved: whether its save was begun already.
         """
         step = self.state.progress.step
-        if step == self.attempt.start_step:
+        if step == self.attempt.start_step and not self._unsaved:
             saved = self.attempt.resume_from is not None
         elif not saved and self._checkpoints.due(step, last=True):
             self._checkpoints.save(row)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
+from cairn.checkpoint.memory.memory_slots import parent_of, record_of
 from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors.sharded_files import Stored, load_step
@@ -112,8 +113,10 @@ class TrainerState:
         for model in self.models.values():
             model.begin(folder)
 
-    def load(self, folder: Path) -> Origin:
+    def load(self, folder: Path) -> Origin | None:
         """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.
+
+        Of a step in memory, it returns the checkpoint before it.
 
         Raises:
             CheckpointError: it holds other tensors than this run has.
@@ -134,6 +137,8 @@ class TrainerState:
         self.validation = saved.validation or {}
         self.rewinds = [Rewind(**one) for one in saved.rewinds or []]
         manifest = self._read_tensors(step)
+        if record_of(folder):
+            return parent_of(folder)
         return Origin(run_id=manifest.run_id, step=manifest.step)
 
     def go_back(self, folder: Path) -> None:
@@ -180,7 +185,8 @@ class Context:
     """What a task is given beside its configuration.
 
     state: with its weights loaded and its model checked. model_folder: the Hugging Face directory of the
-    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe.
+    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe. launcher: the process
+    that has started the run, if it is on this machine.
     """
 
     run: RunDirectory
@@ -188,3 +194,4 @@ class Context:
     state: TrainerState
     model_folder: Path
     recipe: Mapping[str, Any]
+    launcher: int | None = None

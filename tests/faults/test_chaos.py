@@ -111,8 +111,8 @@ def test_a_rank_killed_at_any_point_in_any_layout(
         command += ("--model.name", write(make_model("qwen3_moe", num_key_value_heads=2), tmp_path / "model"))
     faults = draw_faults(kind, ranks, points)
     # A pass that is waited for is one of the next two, and each fault sets the run back by two saves at most.
-    command += ("--max-steps", 4 * len(faults) + 4, "--max-restarts", len(faults))
-    command += ("--ckpt.interval", 1, "--ckpt.keep-last", 2)
+    command += ("--max-steps", 8 * len(faults) + 4, "--max-restarts", len(faults))
+    command += ("--ckpt.interval", 2, "--ckpt.keep-last", 2, "--ckpt.memory-interval", 1)
     arguments = ("--seed", 0, "--runs", 1, "--json", "--faults", ",".join(faults), "--", *command)
     summary, output = strike(shell, *arguments, deadline=2400)
     assert summary["missed"] == 0, output
@@ -121,7 +121,7 @@ def test_a_rank_killed_at_any_point_in_any_layout(
 
 def draw_faults(kind: str, ranks: int, number: int | None) -> list[str]:
     """Kills at all points that such a run reaches, or at some; which rank, and on which pass, is drawn."""
-    there = ("save.", "commit.", "retention.")
+    there = ("save.", "commit.", "retention.", "memory.")
     if kind == "RL":
         there += ("trainer.", "publish.", "orchestrator.")
     reached = [point for point in POINTS if point.startswith(there) and point not in ELSEWHERE]

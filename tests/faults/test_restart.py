@@ -100,9 +100,13 @@ def assert_same_run(stormy: Path, calm: Path) -> None:
 def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
-    """One is killed and one stopped in the middle; all comes out to the bit, no step twice."""
+    """One is killed and one stopped in the middle; all comes out to the bit, no step twice.
+
+    The trainer goes on from a step in memory: at most the step in which it was killed is taken again.
+    """
     run = tmp_path / "run"
     url = ("--orchestrator.inference-url", server.url, "--trainer.weight-encoding", "delta")
+    url += ("--ckpt.memory-interval", 1)
     with shell.start(*rl, *url, *HANG, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 5)
         pid = send(run, "trainer", signal.SIGKILL)
@@ -119,6 +123,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
     last = rows(run)[-1]
     assert [last[f"run/restarts{name}"] for name in ("/trainer", "/orchestrator", "")] == [1, 1, 2]
+    assert last["run/recomputed_steps"] <= 1
     assert 0 < last["run/useful_seconds"] < last["run/wall_seconds"]
     assert re.search(rf"2 restarts, {last['run/recomputed_steps']} steps? recomputed", finished.output)
 
@@ -355,10 +360,12 @@ def _without_url(arguments: tuple[object, ...], copy: Path) -> list[object]:
 def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Path, tmp_path: Path):
     """The driver is killed, then a worker; what they did since then is done again, to the bit.
 
-    The worker's place is taken by a spare under the same driver.
+    The worker's place is taken by a spare under the same driver. Steps in memory survive both, so that each
+    time at most one step is taken again.
     """
     run = tmp_path / "run"
-    arguments = ("--ckpt.interval", 10, "--max-steps", 120, "--spare-workers", 1, "--output-dir", run)
+    arguments = ("--ckpt.interval", 40, "--ckpt.memory-interval", 1, "--max-steps", 120)
+    arguments += ("--spare-workers", 1, "--output-dir", run)
     patience = ("--heartbeat-timeout", 600)  # a spare gets ready only while nobody else wants the processors
     with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments, *patience) as command:
         command.wait_until(lambda: len(rows(run)) >= 23)
@@ -380,6 +387,8 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     assert "trainer_rank0 died and is replaced by a spare" in finished.output
     assert (after["trainer"]["pid"], after["trainer_rank0"]["pid"]) == (before["trainer"]["pid"], spare)
     assert untimed(whole_rows(run, 120)) == untimed(rows(trained)[:120])
+    assert rows(run)[-1]["run/recomputed_steps"] <= 2
+    assert not (run / "memory").exists()
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 

@@ -46,6 +46,7 @@ PLUG_INS = (
 """Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {
     "__main__.py",
+    "checkpoint/memory/owner.py",
     "inference/plugin/adapter_modules.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",

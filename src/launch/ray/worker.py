@@ -43,7 +43,7 @@ class Assignment:
 
     neighbours: ranks on its node, itself included. address, port: where the ranks meet. gpu: the one to use;
     Ray assigned it to this process or to the one it replaces. name: its name in heartbeats/ and roles.json.
-    log: file for its output.
+    log: file for its output. launcher: the host and the process that have started the run.
     """
 
     rank: int
@@ -54,6 +54,7 @@ class Assignment:
     gpu: str | None
     name: str
     log: str
+    launcher: tuple[str, int]
 
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,10 @@ class Worker:
                         backend=config.backend,
                         hang_timeout=config.hang_timeout,
                     )
-                    outcome = train(config, attempt, group)
+                    host, launcher = rank.launcher
+                    outcome = train(
+                        config, attempt, group, launcher if host == socket.gethostname() else None
+                    )
                 except BaseException as error:
                     if group is not None:
                         group.abandon()

@@ -6,6 +6,7 @@ ranks form a new group, load the newest good checkpoint and continue from there.
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.memory.memory_slots import free, record_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.cluster import cluster_ranks, end_ray, start_ray
@@ -92,6 +94,7 @@ class RankSlot(Slot):
             gpu=self.gpu,
             name=self.name,
             log=str(self.log),
+            launcher=(socket.gethostname(), os.getppid()),
         )
         return self.worker.train(rank, config, attempt)
 
@@ -335,6 +338,10 @@ class Ranks:
                 rank.look_after()
             if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
                 self.spares.tend(self._places_of_spares())
+        if ended.damaged and attempt.resume_from and record_of(Path(attempt.resume_from)):
+            logger.warning("the step in memory can't be loaded: %s", ended.damaged)
+            free(self.run.memory)  # what is left is the newest checkpoint
+            raise _RanksDied({0: "could not load a step that was in memory"})
         if ended.damaged and attempt.resume_from:
             raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
         if ended.final:
