@@ -219,7 +219,13 @@ class InferenceClient:
             return ServerStatus(**answer)
 
     async def update_weights(
-        self, path: str | Path, version: str, *, keep_cache: bool = False, route: Route = DIRECT
+        self,
+        path: str | Path,
+        version: str,
+        *,
+        keep_cache: bool = False,
+        route: Route = DIRECT,
+        kept: int | None = None,
     ) -> ServerStatus:
         """Load the weights in directory `path` (as the server sees it, or a URL) and call them `version`.
 
@@ -229,6 +235,8 @@ class InferenceClient:
 
         Args:
             route: how weights come that the directory says are in a trainer's memory (default: from there).
+            kept: how many adapters requests may name from now on, on a server that computes them unmerged
+                (default: this one and the one before, since a request may be on its way).
 
         Raises:
             WeightsRefused: the files are bad; the server keeps its weights and version.
@@ -244,6 +252,8 @@ class InferenceClient:
         }
         if route != DIRECT:
             body["route"] = asdict(route)
+        if kept is not None:
+            body["kept"] = kept
         status = self._status(await self._ask("POST", "/cairn/update_weights", _json(body), protected=True))
         if status.weight_version != version:
             raise ServerUnavailable(

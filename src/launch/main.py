@@ -8,9 +8,11 @@ Heavy modules are imported after the command line is parsed, so that --help answ
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.config.cli import COMMANDS, load, require
+from cairn.config.service import ServiceConfig
 from cairn.run.errors import UsageError, one_of
 from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.output import importing, saying
@@ -52,6 +54,23 @@ def orchestrator() -> int:
 def inference() -> int:
     """`inference @ infer.toml`: a vLLM server that outlives runs."""
     return _start("inference", stopped=0)
+
+
+def service() -> int:
+    """`service @ service.toml`: the Tinker API, for clients that train adapters side by side."""
+
+    def run() -> int:
+        config = load(ServiceConfig, sys.argv[1:])
+        if config.dry_run:
+            print(config.model_dump_json(indent=2), flush=True)
+            return 0
+        require(config, "model.name")
+        with saying("importing PyTorch and vLLM's client"), importing():
+            from cairn.launch.plan.model import resolve_model
+            from cairn.service.command import serve
+        return serve(config, Path(resolve_model(config.model)))
+
+    return answer(run, stopped=0)
 
 
 def eval() -> int:
@@ -198,7 +217,7 @@ EACH: dict[str, Callable[[], int]] = {
     command.__name__: command
     for command in (
         *(new, sft, dpo, reward, rl, eval, chat, env),
-        *(inference, trainer, orchestrator),
+        *(inference, service, trainer, orchestrator),
         *(runs, watch, dash, diagnose, report, rollouts, ckpt, chaos),
     )
 }

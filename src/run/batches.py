@@ -28,6 +28,10 @@ EXPERTS = "experts"
 """The column with the experts that a server chose."""
 UNKNOWN_EXPERT = -1
 """In its place where nobody knows."""
+TARGETS = "targets"
+"""The column with the tokens whose logprobs are wanted, where these are not the sample's own."""
+WEIGHTS = "weights"
+"""The column with what the logprob of each token counts for."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ COLUMNS = {
     "number": Column(np.int32),
     "reference_logprobs": Column(np.float32),
     "teacher_logprobs": Column(np.float32),
+    TARGETS: Column(np.int32),
+    WEIGHTS: Column(np.float32),
     EXPERTS: Column(np.int16, UNKNOWN_EXPERT),
 }
 """All columns: what the sampler gave each token, how much better an answer is than others, and, in the place
@@ -61,6 +67,8 @@ sample: `side`, 1 of the chosen answer, -1 of the rejected one, 0 of one that is
 logprob of its learned tokens together under the reference. `number`: the sample's place among those that are
 scored one by one.
 `reference_logprobs`, `teacher_logprobs`: what a served reference or teacher gives each token.
+`targets`, `weights`: of clients of the service, which say for each token which one is scored in its place, and
+what its logprob counts for.
 `experts`: those that each token passed through in the server, counted from 0 in each layer; it alone has
 several values for each token, [T, layers, experts of a token].
 

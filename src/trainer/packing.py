@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.config.trainer import TrainerBase
-from cairn.run.batches import COLUMNS, Batch, Sample, columns_of
+from cairn.run.batches import COLUMNS, TARGETS, Batch, Sample, columns_of
 
 ALIGNMENT = 16
 """Bytes to whose multiples tensors begin in a transfer's buffer."""
@@ -55,6 +55,12 @@ class MicroBatch:
     tokens: int
     index: int
     units: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64))
+
+    @property
+    def scored_ids(self) -> torch.Tensor:
+        """int64 or int32 [R, T], the tokens whose logprobs are computed: those of the column `targets`, or else
+        the rows' own."""
+        return self.columns.get(TARGETS, self.input_ids)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`, which one transfer brings there; a GPU's is not waited for."""

@@ -178,10 +178,6 @@ class AdapterCopies:
 
 logger = init_logger("vllm.cairn")
 
-KEPT = 2
-"""Policies that new requests may name: the newest, and the one before, since a request may be on its way."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A policy that requests may name. number: vLLM's own of it."""
@@ -233,7 +229,7 @@ class Unmerged(Updates):
             self._copies.remove(copy)
             raise
         self._loaded.append(Loaded(update.version, name, number, copy))
-        while len(self._loaded) > KEPT:
+        while len(self._loaded) > update.kept:
             await self._forget(self._loaded.pop(0))
         return update.version
 

@@ -35,6 +35,8 @@ class WeightUpdate(BaseModel):
     version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
     # Whether requests in flight keep the keys and values that the old weights made of their tokens.
     keep_cache: bool = False
+    # How many adapters new requests may name, this one included, on a server that computes them unmerged.
+    kept: int = Field(default=2, ge=2)
     # How it gets here from the trainer's memory, and on to other servers.
     route: Route = DIRECT
 

@@ -161,8 +161,9 @@ def allocate(model: PreTrainedModel, device: str) -> None:
         model._apply(allocated)  # pyright: ignore[reportPrivateUsage] # `to_empty` would clear the buffers
         return
     for parameter in model.parameters():
-        blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
+        if parameter.is_meta:  # others are shared with a model that is in memory
+            blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
     model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
 
 

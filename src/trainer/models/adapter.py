@@ -70,6 +70,10 @@ class Adapter(Trained):
     def begin(self, folder: Path) -> None:
         """Read the base, and give the adapter its first values, the same on any number of ranks."""
         self.read_base(folder)
+        self.draw()
+
+    def draw(self) -> None:
+        """Give the adapter its first values: random ones, by the run's seed, and zeros."""
         for name, parameter in self.module.named_parameters():
             if ".lora_A." in name:
                 bound = 1 / math.sqrt(parameter.shape[1])  # as nn.Linear's weights, and so in PEFT
@@ -105,6 +109,16 @@ class Adapter(Trained):
         self._found_in = folder
         self._base = replace(found, lora=self.config.shape)
 
+    def share_base(self, other: "Adapter") -> None:
+        """Take the base of another adapter, whose weights this model computes with."""
+        self._found_in = other._found_in
+        self._base = replace(other.base, lora=self.config.shape)
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers that have an adapter."""
+        return sorted(name for name, _ in self._layers())
+
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         return self.saved()
 
@@ -130,9 +144,8 @@ class Adapter(Trained):
 
     def beside(self) -> Mapping[str, bytes]:
         """PEFT's configuration of the adapter, and the record of its base."""
-        targets = sorted(name for name, _ in self._layers())
         kept = modules_in(self.module, self.config)
-        peft = peft_config(self.config, self.module, targets, kept)
+        peft = peft_config(self.config, self.module, self.layers, kept)
         on_hub = "/" in self.base.name
         peft.base_model_name_or_path = self.base.name if on_hub else self.base.folder
         peft.inference_mode = True
@@ -231,6 +244,21 @@ class SentAdapter(Adapter):
 
     def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
         return self.beside()
+
+
+def adapter_beside(other: Adapter, folder: Path, config: TrainerBase, group: RankGroup) -> Adapter:
+    """A further adapter of the base that `other` has in memory; its own values are not loaded.
+
+    Args:
+        folder: of the base.
+
+    Raises:
+        UsageError: the base is sharded.
+    """
+    module = build_model(folder, config, group, beside=other.module)
+    adapter = Adapter(module, make_optimizer(module.named_parameters(), config.optimizer), config, group)
+    adapter.share_base(other)
+    return adapter
 
 
 def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter:

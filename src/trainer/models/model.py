@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -26,7 +27,7 @@ from cairn.trainer.attention.choice import caps_attention, check_context
 from cairn.trainer.backends.backend import CHECKS, make_backend
 from cairn.trainer.backends.experts import check_experts
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.lora import adapt
+from cairn.trainer.models.lora import adapt, plain
 from cairn.trainer.router_replay import check_replay
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def build_model(
     remade: Callable[[PreTrainedModel], Any] = lambda model: model,
     *,
     held_as: torch.dtype = torch.float32,
+    beside: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """The model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
@@ -48,6 +50,11 @@ def build_model(
 
     Args:
         remade: makes of the causal language model, on the meta device, what is trained.
+        beside: a model of the same folder that is in memory, and has an adapter too: its frozen weights are
+            shared, and take no further memory.
+
+    Raises:
+        UsageError: weights can't be shared as they are laid out.
     """
     about = load_config(folder)
     about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
@@ -65,6 +72,8 @@ def build_model(
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(compute)
+    if beside is not None:
+        _share_frozen(model, beside)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = layers_of(model)
@@ -74,6 +83,24 @@ def build_model(
     model = make_backend(group).lay_out(model, layers, config)
     _DESCRIBED[model] = about_model(folder)
     return model
+
+
+def _share_frozen(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Have the frozen weights of `other` in the place of the model's own, which have no memory yet.
+
+    Raises:
+        UsageError: they are in shards, of which each model has its own.
+    """
+    if isinstance(other, FSDPModule):
+        raise UsageError(
+            "several adapters beside one base need precision.compute = 'float32' on one rank, where the base "
+            "is not sharded"
+        )
+    held = {plain(name): p for name, p in other.named_parameters(remove_duplicate=False)}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                module._parameters[key] = held[plain(f"{name}.{key}")]
 
 
 _DESCRIBED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Any]]" = weakref.WeakKeyDictionary()

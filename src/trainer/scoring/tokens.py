@@ -114,7 +114,7 @@ class Scorer:
         part = part_of_rows(
             micro, self.attention.context, tensor_axis(self.model), replays=self.replay is not None
         )
-        tokens = part.of_own(micro.input_ids.flatten()[learned])
+        tokens = part.of_own(micro.scored_ids.flatten()[learned].long())
         found: list[torch.Tensor] = []
 
         def select(head: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:

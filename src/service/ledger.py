@@ -1,0 +1,398 @@
+"""The service's ledger: every call of every client, before it is answered, and what came of it.
+
+It is one SQLite file in the service's folder, written by one process. A call is durable before the client is
+told its id, and its answer before the client gets it. So a client that asks again gets the same answer, and
+nothing is done twice, whoever died in between.
+"""
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.run.errors import UsageError
+from cairn.run.file_system import journal_mode
+from cairn.run.files import make_folders
+from cairn.service.wire import Refused
+
+FORMAT = 1
+WAITING, DONE, FAILED = "waiting", "done", "failed"
+SAMPLE = "sample"
+"""The kind of the calls that servers execute; the others change or save a model."""
+CREATE, LOAD, PASS, FORWARD, STEP, SAVE, SAVE_SAMPLER, UNLOAD = (
+    "create_model",
+    "load_weights",
+    "forward_backward",
+    "forward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "unload_model",
+)
+"""The kinds of calls of a model."""
+SCHEMA = """
+CREATE TABLE service (format INTEGER NOT NULL, base TEXT NOT NULL);
+CREATE TABLE sessions (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL,
+    finished INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE models (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, lora TEXT NOT NULL,
+    metadata TEXT NOT NULL, created REAL NOT NULL, gone INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE calls (id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, tenant TEXT NOT NULL,
+    kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB, state TEXT NOT NULL, answer BLOB, arrived REAL NOT NULL,
+    UNIQUE (owner, seq));
+CREATE INDEX unfinished ON calls (state) WHERE state = 'waiting';
+CREATE TABLE samplers (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, path TEXT,
+    clients INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
+    name TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL, call TEXT NOT NULL, created REAL NOT NULL,
+    expires REAL, metadata TEXT NOT NULL);
+"""
+"""`calls.owner` is the model or sampler whose calls `seq` counts. `calls.body` is what has to be known to
+execute the call, until no saved state needs it; `calls.answer` goes after some hours."""
+
+
+@dataclass(frozen=True)
+class ServiceCall:
+    """A call, as the ledger has it. answer: what the client gets; of a failed one the reason, as text."""
+
+    id: str
+    owner: str
+    seq: int
+    tenant: str
+    kind: str
+    digest: bytes
+    body: bytes | None
+    state: str = WAITING
+    answer: bytes | None = None
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model. lora: `rank`, `seed`, `train_attn`, `train_mlp`, as its adapter was made; gone: whether it was
+    unloaded, or its session is finished."""
+
+    id: str
+    tenant: str
+    session: str
+    lora: dict[str, Any]
+    metadata: dict[str, Any]
+    created: float
+    gone: bool
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """A checkpoint that a client has saved under a name. path: as clients call it; folder: of the step, within
+    the service's folder; call: the one that saved it; created, expires: in seconds of Unix time."""
+
+    path: str
+    tenant: str
+    model: str
+    kind: str
+    name: str
+    folder: str
+    bytes: int
+    call: str
+    created: float
+    expires: float | None
+    metadata: dict[str, Any]
+
+
+class ServiceLedger:
+    """The ledger of a service; all threads of one process may use it."""
+
+    def __init__(self, path: Path, base: str):
+        """Open it, or begin it.
+
+        Args:
+            base: names the base model, by the checksums of its files.
+
+        Raises:
+            UsageError: it is of another base or of another version of Cairn.
+        """
+        make_folders(path.parent)
+        self._lock = threading.RLock()
+        self._database = database = sqlite3.connect(path, check_same_thread=False)
+        database.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
+        database.execute("PRAGMA synchronous = FULL")  # what a client was told survives a power cut
+        with database:
+            if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
+                for statement in SCHEMA.split(";"):
+                    database.execute(statement)
+                database.execute("INSERT INTO service VALUES (?, ?)", (FORMAT, base))
+        of, found = database.execute("SELECT format, base FROM service").fetchone()
+        if of != FORMAT:
+            raise UsageError(f"{path}: its format is {of}, and this version reads {FORMAT}; take another --output-dir")
+        if found != base:
+            raise UsageError(
+                f"{path}: the service in this folder has adapters of another base model than --model.name; "
+                "give that model, or another --output-dir"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._database.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[sqlite3.Connection]:
+        """One transaction, durable when the context ends without an error."""
+        with self._lock, self._database as database:
+            database.execute("BEGIN IMMEDIATE") if not database.in_transaction else None
+            yield database
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
+
+    # Sessions and models
+
+    def add_session(self, session: str, tenant: str, about: dict[str, Any]) -> None:
+        """Record a session of a tenant."""
+        with self._writing() as database:
+            row = (session, tenant, json.dumps(about), time.time())
+            database.execute("INSERT INTO sessions (id, tenant, about, created) VALUES (?, ?, ?, ?)", row)
+
+    def session(self, session: str, tenant: str) -> dict[str, Any]:
+        """What the client has said of a session.
+
+        Raises:
+            Refused: the tenant has none with this id (404), or it is finished (410).
+        """
+        rows = self._rows("SELECT about, finished FROM sessions WHERE id = ? AND tenant = ?", session, tenant)
+        if not rows:
+            raise Refused(f"session_id: there is no session {session!r}", 404)
+        if rows[0][1]:
+            raise Refused(f"session_id: session {session!r} is finished; create another one", 410)
+        return json.loads(rows[0][0])
+
+    def sessions(self, tenant: str) -> list[str]:
+        """The ids of a tenant's sessions, the newest first."""
+        return [row[0] for row in self._rows("SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC", tenant)]
+
+    def finish_session(self, session: str, tenant: str) -> list[str]:
+        """Record that a session is finished; returns its models, which are gone with it."""
+        self.session(session, tenant)
+        with self._writing() as database:
+            database.execute("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))
+            rows = database.execute("SELECT id FROM models WHERE session = ? AND NOT gone", (session,)).fetchall()
+            database.execute("UPDATE models SET gone = 1 WHERE session = ?", (session,))
+        return [row[0] for row in rows]
+
+    def model(self, model: str, tenant: str | None = None) -> ModelRecord:
+        """A model; with `tenant`, one of this tenant.
+
+        Raises:
+            Refused: there is none (404).
+        """
+        found = self.models("id = ?", model)
+        if not found or tenant not in (None, found[0].tenant):
+            raise Refused(f"model_id: there is no model {model!r}", 404)
+        return found[0]
+
+    def models(self, where: str, *values: object) -> list[ModelRecord]:
+        """Those for which a condition of SQL holds, the newest first."""
+        rows = self._rows(
+            "SELECT id, tenant, session, lora, metadata, created, gone FROM models "
+            f"WHERE {where} ORDER BY created DESC, id",
+            *values,
+        )
+        return [
+            ModelRecord(*row[:3], json.loads(row[3]), json.loads(row[4]), row[5], bool(row[6])) for row in rows
+        ]
+
+    def forget_model(self, model: str) -> None:
+        """Record that a model is unloaded."""
+        with self._writing() as database:
+            database.execute("UPDATE models SET gone = 1 WHERE id = ?", (model,))
+
+    # Calls
+
+    def add(self, call: ServiceCall, *, most: int, model: ModelRecord | None = None, models: int = 0) -> ServiceCall:
+        """Record a call, and with its first one the model itself; durable on return.
+
+        Args:
+            most: calls of a tenant that may wait.
+            models: those that a tenant may have, if `model` is given.
+
+        Returns:
+            The call as it is in the ledger: if the client has sent it before, with what came of it.
+
+        Raises:
+            Refused: its number was another call's (400), or does not follow the last one's, since an earlier
+                call is still on its way (409), or it is one too many (429).
+        """
+        with self._writing() as database:
+            before = self._call(database, "owner = ? AND seq = ?", call.owner, call.seq)
+            if before is not None:
+                if before.digest != call.digest:
+                    raise Refused(f"seq_id {call.seq} of {call.owner} was another call: each has a number of its own")
+                return before
+            if call.kind != SAMPLE:
+                self._check_turn(database, call)
+            waiting = "SELECT count(*) FROM calls WHERE state = 'waiting' AND tenant = ?"
+            if database.execute(waiting, (call.tenant,)).fetchone()[0] >= most:
+                raise Refused(f"{most} calls wait already, which is the tenant's quota (calls); send it again later", 429)
+            if model is not None:
+                there = "SELECT count(*) FROM models WHERE tenant = ? AND NOT gone"
+                if database.execute(there, (call.tenant,)).fetchone()[0] >= models:
+                    raise Refused(f"{models} models are there already, which is the tenant's quota (models); unload one")
+                row = (model.id, model.tenant, model.session, json.dumps(model.lora), json.dumps(model.metadata))
+                database.execute(
+                    "INSERT INTO models (id, tenant, session, lora, metadata, created) VALUES (?, ?, ?, ?, ?, ?)",
+                    (*row, model.created),
+                )
+            database.execute(
+                "INSERT INTO calls (id, owner, seq, tenant, kind, digest, body, state, arrived) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (call.id, call.owner, call.seq, call.tenant, call.kind, call.digest, call.body, WAITING, time.time()),
+            )
+        return call
+
+    @staticmethod
+    def _check_turn(database: sqlite3.Connection, call: ServiceCall) -> None:
+        last = database.execute("SELECT max(seq) FROM calls WHERE owner = ?", (call.owner,)).fetchone()[0]
+        expected = 0 if last is None else last + 1
+        if call.seq != expected:
+            raise Refused(
+                f"seq_id {call.seq} of {call.owner} came before {expected}, and calls of a model are taken in "
+                "their order; send it again once that one is answered",
+                409,
+            )
+
+    def next_seq(self, owner: str) -> int:
+        """The number that follows an owner's last call."""
+        return self._rows("SELECT coalesce(max(seq), -1) + 1 FROM calls WHERE owner = ?", owner)[0][0]
+
+    def call(self, id: str, tenant: str) -> ServiceCall:
+        """A call of a tenant.
+
+        Raises:
+            Refused: there is none with this id (404), or its answer was kept for long enough (410).
+        """
+        with self._lock:
+            found = self._call(self._database, "id = ? AND tenant = ?", id, tenant)
+        if found is None:
+            raise Refused(f"request_id: there is no request {id!r}", 404)
+        if found.state != WAITING and found.answer is None:
+            raise Refused(f"request_id: the answer to {id!r} was kept for answer_hours, and is gone", 410)
+        return found
+
+    @staticmethod
+    def _call(database: sqlite3.Connection, where: str, *values: object) -> ServiceCall | None:
+        row = database.execute(
+            f"SELECT id, owner, seq, tenant, kind, digest, body, state, answer FROM calls WHERE {where}", values
+        ).fetchone()
+        return row and ServiceCall(*row)
+
+    def calls(self, where: str, *values: object) -> list[ServiceCall]:
+        """The calls for which a condition of SQL holds, as they arrived."""
+        rows = self._rows(
+            "SELECT id, owner, seq, tenant, kind, digest, body, state, answer FROM calls "
+            f"WHERE {where} ORDER BY rowid",
+            *values,
+        )
+        return [ServiceCall(*row) for row in rows]
+
+    def finish(
+        self,
+        call: ServiceCall,
+        state: str,
+        answer: bytes,
+        *,
+        saved: SavedWeights | None = None,
+        sampler: tuple[str, str, str] | None = None,
+    ) -> None:
+        """Record what came of a call; durable on return.
+
+        Args:
+            saved: the checkpoint that it has saved; one of the same path is no longer there.
+            sampler: what it has opened: id, session and the path of its weights.
+        """
+        with self._writing() as database:
+            database.execute("UPDATE calls SET state = ?, answer = ? WHERE id = ?", (state, answer, call.id))
+            if saved is not None:
+                row = (saved.path, saved.tenant, saved.model, saved.kind, saved.name, saved.folder, saved.bytes)
+                row = (*row, saved.call, saved.created, saved.expires, json.dumps(saved.metadata))
+                database.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * len(row))})", row)
+            if sampler is not None:
+                self._add_sampler(database, sampler[0], call.tenant, sampler[1], sampler[2])
+
+    def forget(self, owner: str, through: int, hours: float) -> None:
+        """Drop the bodies of a model's finished calls up to a number, and answers that are old enough."""
+        with self._writing() as database:
+            database.execute(
+                "UPDATE calls SET body = NULL WHERE owner = ? AND seq <= ? AND state != 'waiting'", (owner, through)
+            )
+            database.execute(
+                "UPDATE calls SET answer = NULL WHERE state != 'waiting' AND body IS NULL AND arrived < ?",
+                (time.time() - 3600 * hours,),
+            )
+
+    # Samplers and checkpoints
+
+    def add_sampler(self, id: str, tenant: str, session: str, path: str | None) -> None:
+        """Record a sampling session; one that is there stays as it is."""
+        with self._writing() as database:
+            self._add_sampler(database, id, tenant, session, path)
+
+    @staticmethod
+    def _add_sampler(database: sqlite3.Connection, id: str, tenant: str, session: str, path: str | None) -> None:
+        database.execute(
+            "INSERT OR IGNORE INTO samplers (id, tenant, session, path) VALUES (?, ?, ?, ?)", (id, tenant, session, path)
+        )
+
+    def sampler(self, id: str, tenant: str) -> str | None:
+        """The path of the weights from which a sampling session samples; None: the base.
+
+        Raises:
+            Refused: the tenant has none with this id (404).
+        """
+        rows = self._rows("SELECT path FROM samplers WHERE id = ? AND tenant = ?", id, tenant)
+        if not rows:
+            raise Refused(f"sampling_session_id: there is no sampling session {id!r}", 404)
+        return rows[0][0]
+
+    def join_sampler(self, id: str, tenant: str) -> int:
+        """A number for a further client of a sampling session, from 1."""
+        self.sampler(id, tenant)
+        with self._writing() as database:
+            database.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (id,))
+            return database.execute("SELECT clients FROM samplers WHERE id = ?", (id,)).fetchone()[0]
+
+    def samplers(self, session: str) -> list[str]:
+        """The ids of a session's sampling sessions."""
+        return [row[0] for row in self._rows("SELECT id FROM samplers WHERE session = ? ORDER BY rowid", session)]
+
+    def checkpoint(self, path: str, tenant: str) -> SavedWeights:
+        """A checkpoint of a tenant that has not expired.
+
+        Raises:
+            Refused: there is none (404).
+        """
+        found = self.checkpoints("path = ? AND tenant = ?", path, tenant)
+        if not found or (found[0].expires is not None and found[0].expires < time.time()):
+            raise Refused(f"path: there is no checkpoint {path!r}", 404)
+        return found[0]
+
+    def checkpoints(self, where: str, *values: object) -> list[SavedWeights]:
+        """Those for which a condition of SQL holds, the newest first."""
+        rows = self._rows(f"SELECT * FROM checkpoints WHERE {where} ORDER BY created DESC, path", *values)
+        return [SavedWeights(*row[:-1], json.loads(row[-1])) for row in rows]
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Record that a checkpoint is deleted."""
+        with self._writing() as database:
+            database.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+
+    def stored(self, tenant: str) -> int:
+        """Bytes of all that a tenant has saved."""
+        return self._rows("SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE tenant = ?", tenant)[0][0]
+
+    def folders_in_use(self, model: str) -> Sequence[str]:
+        """The folders of a model's checkpoints."""
+        return [row[0] for row in self._rows("SELECT folder FROM checkpoints WHERE model = ?", model)]

@@ -1,0 +1,227 @@
+"""Samples for clients: a vLLM server that computes the adapters of saved weights beside the base.
+
+The server keeps some adapters at a time. An adapter that a request needs, and that the server does not have,
+is given to it first; so it does not matter which adapters a server had when it was started again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cairn.config.service import ServiceConfig
+from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.inference.server import AddressUnusable, Server, ServerFailed
+from cairn.policy.errors import RequestRefused, ServerUnavailable, WeightsAltered, WeightsRefused
+from cairn.policy.generation import SamplingParams, ServedAdapter
+from cairn.run.errors import UsageError
+from cairn.run.seeds import derive
+from cairn.service.wire import Refused, prompt_of, sampled, taken
+
+logger = logging.getLogger(__name__)
+
+TRIES = 5
+"""Times that a request is sent: adapters of other clients may take the place of its own in between."""
+OF_BASE = "base"
+"""The version of the adapter of zeros, by which servers compute what the base does."""
+MOST_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class SampleAsked:
+    """A request for samples, checked. seed: None if the client leaves it open."""
+
+    prompt: list[int]
+    count: int
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop_tokens: tuple[int, ...]
+    stop_texts: tuple[str, ...]
+    prompt_logprobs: bool
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> "SampleAsked":
+        """Of a request's fields.
+
+        Raises:
+            Refused: something is missing, out of bounds, or not to be had here.
+        """
+        how = taken(body, "sampling_params", dict)
+        for name, off in (
+            *(("topk_prompt_logprobs", (0, None)), ("topk_sample_logprobs", (0, None))),
+            *(("target_prompt_logprobs", (None,)), ("prompt_alt_tokens_k", (0, None))),
+            ("prompt_logprobs_last_n", (None,)),
+        ):
+            if body.get(name) not in off:
+                raise Refused(f"{name} = {str(body[name])[:40]}: this service does not have it; leave it out")
+        if how.get("top_k", -1) not in (-1, 0, None):
+            raise Refused(f"sampling_params: top_k = {how['top_k']!r}: this service samples from all tokens or by top_p")
+        stop = how.get("stop")
+        stops = [stop] if isinstance(stop, str) else stop
+        if stops == []:
+            raise Refused("sampling_params: stop = []: samples end with the model's end token; leave stop out")
+        texts = tuple(one for one in stops or () if isinstance(one, str))
+        tokens = tuple(one for one in stops or () if isinstance(one, int))
+        count = body.get("num_samples", 1)
+        if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
+            raise Refused(f"num_samples = {count!r} is not a number from 1 to {MOST_SAMPLES}")
+        most, seed = how.get("max_tokens"), how.get("seed")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise Refused(f"sampling_params: max_tokens = {most!r} is not a number of tokens")
+        return cls(
+            prompt_of(taken(body, "prompt", dict)),
+            count,
+            most,
+            _number(how, "temperature", 1.0),
+            _number(how, "top_p", 1.0),
+            seed if isinstance(seed, int) else None,
+            tokens,
+            texts,
+            bool(body.get("prompt_logprobs")),
+        )
+
+    def ending_with(self, tokens: tuple[int, ...]) -> "SampleAsked":
+        """The same, with tokens that end a sample."""
+        return replace(self, stop_tokens=tokens)
+
+
+def _number(how: dict[str, Any], name: str, default: float) -> float:
+    value = how.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise Refused(f"sampling_params: {name} = {value!r} is not a number from 0")
+    return float(value)
+
+
+class Sampler:
+    """A server, and the adapters that it has. For one event loop."""
+
+    def __init__(self, config: ServiceConfig, model: Path, plain: Path):
+        """Take a model's folder, and that of an adapter of zeros. Starts nothing."""
+        self._config, self._plain = config, plain
+        self._own: Server | None = None
+        url = config.inference_url or ""
+        if config.sampling == "own":
+            settings = config.inference.model_copy(update={"max_lora_rank": config.max_rank})
+            self._own = Server(settings, str(model), Path(config.output_dir) / "logs" / "inference.log", deaf=True)
+            url = self._own.url
+        self._client = InferenceClient(url, timeout_setting="sampling_params.max_tokens", retry_for=60.0)
+        self._giving = asyncio.Lock()
+        self._status: ServerStatus | None = None
+        self._has: dict[str, ServedAdapter] = {}
+
+    def start(self) -> None:
+        """Start the server, if it is the service's own, and wait until it is ready.
+
+        Raises:
+            UsageError: it can't be started, or a given one computes no adapters.
+        """
+        if self._own is None:
+            return
+        try:
+            self._own.start()
+            self._own.wait_ready()
+        except (AddressUnusable, ServerFailed) as error:
+            self._own.stop()
+            raise UsageError(f"sampling = 'own': {error}") from None
+
+    async def close(self) -> None:
+        """End the server, if it is the service's own."""
+        await self._client.close()
+        if self._own is not None:
+            await asyncio.to_thread(self._own.stop)
+
+    async def sample(self, asked: SampleAsked, weights: Path | None, version: str, id: str) -> bytes:
+        """The answer to a request.
+
+        Args:
+            weights: the folder of a step that clients sample from; None: the base.
+            version: names these weights.
+            id: of the request, from which the seed is drawn if the client gives none.
+
+        Raises:
+            Refused: the server can't do what is asked.
+            ServerUnavailable: it does not answer.
+        """
+        seed = derive(self._config.seed, "service_sample", id) if asked.seed is None else asked.seed
+        for again in range(TRIES):
+            try:
+                adapter = await self._adapter(version, weights / "model" if weights else self._plain / "model")
+                return await self._ask(asked, adapter, seed)
+            except RequestRefused as error:
+                raise Refused(f"the server refuses the request: {error}") from None
+            except (WeightsRefused, WeightsAltered) as error:
+                raise Refused(f"the server refuses the weights: {error}") from None
+            except ServerUnavailable as error:
+                self._has.pop(version, None)
+                if again + 1 == TRIES:
+                    raise
+                logger.info("request %s is sent again: %s", id, error)
+                await self._revive()
+        raise AssertionError("the last try returns or raises")
+
+    async def _ask(self, asked: SampleAsked, adapter: ServedAdapter, seed: int) -> bytes:
+        assert self._status is not None, "it has said which adapters it has"
+        room = (self._status.max_model_len or len(asked.prompt) + 1) - len(asked.prompt)
+        if room < 1:
+            raise Refused(
+                f"prompt: its {len(asked.prompt)} tokens leave no room; the model takes {self._status.max_model_len}"
+            )
+        how = SamplingParams(
+            max_tokens=min(asked.max_tokens or room, room),
+            n=asked.count,
+            temperature=asked.temperature,
+            top_p=asked.top_p or 1.0,
+            seed=seed,
+            stop_token_ids=asked.stop_tokens,
+            stop=asked.stop_texts,
+        )
+        scores: list[float | None] | None = None
+        if asked.prompt_logprobs:
+            scores = [None, *await self._client.score(asked.prompt, adapter.version, adapter=adapter)]
+        answers = await self._client.generate(asked.prompt, how, adapter=adapter)
+        if any(one.finish_reason not in ("stop", "length") for one in answers):
+            raise ServerUnavailable(f"{self._client.url} is stopping")
+        return sampled([(one.token_ids, one.logprobs, one.finish_reason) for one in answers], scores)
+
+    async def _adapter(self, version: str, folder: Path) -> ServedAdapter:
+        """The adapter, which the server is given if it does not have it."""
+        async with self._giving:
+            if version in self._has:
+                return self._has[version]
+            if self._status is None:
+                self._status = await self._client.status()
+                if not self._status.max_loras:
+                    raise Refused(
+                        f"inference_url {self._client.url}: the server computes no adapters; start it with "
+                        f"--max-lora-rank {self._config.max_rank}"
+                    )
+            kept = max(2, self._status.max_loras or 2)
+            status = await self._client.update_weights(folder, version, kept=kept)
+            if status.epoch != self._status.epoch:
+                self._has.clear()
+            self._status, adapter = status, status.served_adapter
+            if adapter is None:
+                raise Refused(f"inference_url {self._client.url}: the server has merged the adapter into its model")
+            self._has[version] = adapter
+            for old in list(self._has)[:-kept]:
+                del self._has[old]
+            return adapter
+
+    async def _revive(self) -> None:
+        """Start the service's own server again if it has died."""
+        async with self._giving:
+            if self._own is None or self._own.alive:
+                await asyncio.sleep(0.2)
+                return
+            logger.warning("the inference server has died, and is started again")
+            self._has.clear()
+            self._status = None
+            with contextlib.suppress(UsageError):
+                await asyncio.to_thread(self._own.stop)
+                await asyncio.to_thread(self.start)
+
