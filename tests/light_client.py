@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,14 @@ class LightClient:
     session: str = ""
     models: Any = field(default_factory=itertools.count)
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    wait: Callable[[], None] = lambda: None
+    """Called each time that the service does not answer."""
 
     def __post_init__(self) -> None:
         if not self.session:
-            self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0")["session_id"]
+            self.session = self.post("create_session", tags=[], user_metadata=None, sdk_version="0")[
+                "session_id"
+            ]
 
     def post(self, route: str, /, **body: Any) -> dict[str, Any]:
         """The answer to a request, which is sent until there is one."""
@@ -55,6 +59,7 @@ class LightClient:
                 )
             except httpx.TransportError:  # it was killed, and is started again
                 assert time.monotonic() < end, f"{self.url} does not answer"
+                self.wait()
                 time.sleep(0.05)
                 continue
             if answer.status_code in self.again and time.monotonic() < end:
@@ -90,7 +95,9 @@ class LightClient:
         number = next(self.numbers[model]) if seq is None else seq
         return self.post(kind, model_id=model, seq_id=number, **body)
 
-    def passes(self, model: str, data: Sequence[Any], loss: str = "cross_entropy", **more: Any) -> dict[str, Any]:
+    def passes(
+        self, model: str, data: Sequence[Any], loss: str = "cross_entropy", **more: Any
+    ) -> dict[str, Any]:
         """A forward and a backward pass, not waited for."""
         config, seq = more.pop("config", None), more.pop("seq", None)
         asked = {"data": list(data), "loss_fn": loss, "loss_fn_config": config}
@@ -104,7 +111,11 @@ class LightClient:
         """Steps on made-up samples: the answers to all calls."""
         found: list[dict[str, Any]] = []
         for number in steps:
-            futures = [self.passes(model, texts(number)), self.passes(model, texts(number + 1000)), self.step(model)]
+            futures = [
+                self.passes(model, texts(number)),
+                self.passes(model, texts(number + 1000)),
+                self.step(model),
+            ]
             found += [self.result(future) for future in futures]
         return found
 
@@ -119,7 +130,10 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> dict[str, Any]:
     targets = inputs.pop("targets", tokens[1:])
     chunks = [{"type": "encoded_text", "tokens": list(tokens[:-1])}]
     values = {name: tensor(given) for name, given in inputs.items()}
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": tensor(targets, "int64"), **values}}
+    return {
+        "model_input": {"chunks": chunks},
+        "loss_fn_inputs": {"target_tokens": tensor(targets, "int64"), **values},
+    }
 
 
 def texts(number: int, lengths: Sequence[int] = (5, 9, 13)) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.inference import InferenceConfig
-from cairn.config.model import MAX_RANK, ModelConfig
+from cairn.config.model import MAX_RANK
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins
 from cairn.config.shared import CommandConfig
 from cairn.run.machine import bytes_of
@@ -26,7 +26,7 @@ class TenantConfig(BaseConfig):
     key_file: str | None = None
     """File with the key alone (or give key_variable)."""
     models: int = Field(default=8, ge=1)
-    """Models that the tenant may have at a time: those that are neither unloaded nor of a finished session."""
+    """Models that the tenant may have at a time: neither unloaded nor of a finished session."""
     calls: int = Field(default=256, ge=1)
     """Calls that may wait or run at a time; the client sends further ones again later."""
     stored: str = "20G"
@@ -86,9 +86,9 @@ class ServiceConfig(CommandConfig):
     answer_hours: float = Field(default=24, gt=0)
     """Hours for which the answer to a call is kept for a client that asks again."""
     resident_models: int = Field(default=16, ge=1)
-    """Models kept in memory; the one that was used longest ago makes room, and comes back by its next call."""
+    """Models kept in memory; the one used longest ago makes room, and comes back with its next call."""
     sampling: Literal["own", "given", "off"] = "own"
-    """Who samples: a server that is started, that of inference_url, or nobody (calls to sample are refused)."""
+    """Who samples: a server that is started, that of inference_url, or nobody (such calls are refused)."""
     inference_url: str | None = None
     """Address of a running server with the base and --max-lora-rank, for sampling = given."""
     inference: InferenceConfig = InferenceConfig()
@@ -111,6 +111,4 @@ class ServiceConfig(CommandConfig):
         return self
 
     def settled(self, *, gpu: bool, gpu_servers: bool) -> "ServiceConfig":
-        return self.model_copy(
-            update={"inference": self.inference.settled(gpu=gpu, gpu_servers=gpu_servers)}
-        )
+        return self.model_copy(update={"inference": self.inference.settled(gpu=gpu, gpu_servers=gpu_servers)})

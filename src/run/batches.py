@@ -67,8 +67,8 @@ sample: `side`, 1 of the chosen answer, -1 of the rejected one, 0 of one that is
 logprob of its learned tokens together under the reference. `number`: the sample's place among those that are
 scored one by one.
 `reference_logprobs`, `teacher_logprobs`: what a served reference or teacher gives each token.
-`targets`, `weights`: of clients of the service, which say for each token which one is scored in its place, and
-what its logprob counts for.
+`targets`, `weights`: of clients of the service, which say for each token which one is scored in its place,
+and what its logprob counts for.
 `experts`: those that each token passed through in the server, counted from 0 in each layer; it alone has
 several values for each token, [T, layers, experts of a token].
 

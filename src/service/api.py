@@ -1,8 +1,6 @@
-"""The HTTP side of the Tinker API: who asks, what is asked, and the answers, in the shapes that clients know."""
+"""The HTTP side of the Tinker API: who asks, what is asked, and the answers, as clients know them."""
 
 import asyncio
-import contextlib
-import datetime
 import functools
 import hashlib
 import hmac
@@ -35,12 +33,12 @@ from cairn.service.ledger import (
     UNLOAD,
     WAITING,
     ModelRecord,
-    SavedWeights,
     ServiceCall,
     ServiceLedger,
 )
+from cairn.service.records import Handler, RecordRoutes, body_of
 from cairn.service.sampler import SampleAsked, Sampler
-from cairn.service.wire import PROTO, Refused, passed_json, read_json, read_pass, sampled_json, taken
+from cairn.service.wire import PROTO, Refused, passed_json, read_pass, sampled_json, taken
 from cairn.service.worker import JSON_BODY, PROTO_BODY, CallWorker, failure
 
 logger = logging.getLogger(__name__)
@@ -50,10 +48,7 @@ LARGEST_BODY = 256 << 20
 """Bytes of a request's body, once it is unpacked."""
 POLL_SECONDS = 20.0
 """For so long a client that asks for an answer is kept waiting; then it asks again."""
-UNEMBED = (
-    "train_unembed: this service trains adapters of attention and MLP layers, and leaves the output layer as it is"
-)
-Handler = Callable[[web.Request, TenantConfig], Awaitable[web.Response]]
+UNEMBED = "adapters here are of attention and MLP layers; the output layer (train_unembed) stays as it is"
 
 
 class ServiceApi:
@@ -78,6 +73,7 @@ class ServiceApi:
         """
         self._config, self._names, self._folder = config, names, folder
         self._keys, self._ledger, self._end_tokens = keys, ledger, end_tokens
+        self._records = RecordRoutes(names[0], folder, ledger)
         self._worker: CallWorker | None = None
         self._sampler: Sampler | None = None
         self._events: dict[str, asyncio.Event] = {}
@@ -118,8 +114,6 @@ class ServiceApi:
             f"/{LOAD}": self._load,
             f"/{STEP}": self._step,
             f"/{UNLOAD}": self._unload,
-            "/get_info": self._info,
-            "/weights_info": self._weights_info,
             "/asample": self._sample,
             "/retrieve_future": self._retrieve,
             "/cancel_future": self._ok,
@@ -132,16 +126,8 @@ class ServiceApi:
             "/create_sampling_session": self._create_sampler,
             "/join_sampling_session": self._join_sampler,
         }
-        gets: dict[str, Handler] = {
-            "/get_server_capabilities": self._capabilities,
-            "/sessions": self._sessions,
-            "/sessions/{session}": self._session,
-            "/samplers/{sampler}": self._sampler_info,
-            "/training_runs": self._runs,
-            "/training_runs/{model}": self._run,
-            "/training_runs/{model}/checkpoints": self._checkpoints,
-            "/checkpoints": self._all_checkpoints,
-        }
+        gets: dict[str, Handler] = {"/get_server_capabilities": self._capabilities, **self._records.gets()}
+        posts |= self._records.posts()
         app.router.add_get(f"{ROOT}/healthz", self._health)
         for path, handler in posts.items():
             app.router.add_post(ROOT + path, self._known(handler))
@@ -155,7 +141,9 @@ class ServiceApi:
         """The handler, for requests with a tenant's key; what is refused is an error as clients read it."""
 
         async def handle(request: web.Request) -> web.Response:
-            given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix(
+                "Bearer "
+            )
             digest = hashlib.sha256(given.encode()).hexdigest()
             tenant = next((one for key, one in self._keys.items() if hmac.compare_digest(key, digest)), None)
             try:
@@ -163,7 +151,9 @@ class ServiceApi:
                     raise Refused("X-API-Key: no tenant of this service has this key (TINKER_API_KEY)", 401)
                 return await handler(request, tenant)
             except Refused as refused:
-                return web.json_response({"detail": str(refused), "error": str(refused)}, status=refused.status)
+                return web.json_response(
+                    {"detail": str(refused), "error": str(refused)}, status=refused.status
+                )
             except (web.HTTPException, ConnectionError, asyncio.CancelledError):
                 raise
             except Exception as error:
@@ -194,16 +184,22 @@ class ServiceApi:
         return web.json_response({})
 
     async def _capabilities(self, _: web.Request, tenant: TenantConfig) -> web.Response:
-        about = {"max_context_length": self._config.seq_len, "trainable": True, "sampleable": self._sampler is not None}
-        return web.json_response({"supported_models": [{"model_name": name, **about} for name in self._names]})
+        about = {
+            "max_context_length": self._config.seq_len,
+            "trainable": True,
+            "sampleable": self._sampler is not None,
+        }
+        return web.json_response(
+            {"supported_models": [{"model_name": name, **about} for name in self._names]}
+        )
 
     async def _create_session(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        session, about = f"s{secrets.token_hex(12)}", await _body(request)
+        session, about = f"s{secrets.token_hex(12)}", await body_of(request)
         await asyncio.to_thread(self._ledger.add_session, session, tenant.name, about)
-        return web.json_response({"type": "create_session", "session_id": session, "info_message": None})
+        return web.json_response({"type": "create_session", "session_id": session, "info_message": UNEMBED})
 
     async def _heartbeat(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        self._ledger.session(taken(await _body(request), "session_id", str), tenant.name)
+        self._ledger.session(taken(await body_of(request), "session_id", str), tenant.name)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request, tenant: TenantConfig) -> web.Response:
@@ -212,18 +208,8 @@ class ServiceApi:
             await self._add(tenant, self._call(tenant, UNLOAD, model, self._ledger.next_seq(model), b"{}"))
         return web.json_response({})
 
-    async def _sessions(self, _: web.Request, tenant: TenantConfig) -> web.Response:
-        return web.json_response({"sessions": self._ledger.sessions(tenant.name)})
-
-    async def _session(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        session = request.match_info["session"]
-        about = self._ledger.session(session, tenant.name)
-        models = [one.id for one in self._ledger.models("session = ?", session)]
-        answer = {"training_run_ids": models, "sampler_ids": self._ledger.samplers(session)}
-        return web.json_response({**answer, "user_metadata": about.get("user_metadata")})
-
     async def _create_sampler(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         session, number = taken(body, "session_id", str), taken(body, "sampling_session_seq_id", int)
         self._ledger.session(session, tenant.name)
         path = body.get("model_path")
@@ -236,60 +222,13 @@ class ServiceApi:
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def _join_sampler(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        sampler = taken(await _body(request), "sampling_session_id", str)
+        sampler = taken(await body_of(request), "sampling_session_id", str)
         number = await asyncio.to_thread(self._ledger.join_sampler, sampler, tenant.name)
         return web.json_response({"type": "join_sampling_session", "client_counter": number})
-
-    async def _sampler_info(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        sampler = request.match_info["sampler"]
-        path = self._ledger.sampler(sampler, tenant.name)
-        return web.json_response({"sampler_id": sampler, "base_model": self._names[0], "model_path": path})
 
     def _check_name(self, name: object) -> None:
         if name not in self._names:
             raise Refused(f"base_model {name!r}: this service has {', '.join(self._names)}", 400)
-
-    async def _info(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        model = self._ledger.model(taken(await _body(request), "model_id", str), tenant.name)
-        about = {"arch": "lora", "model_name": self._names[0], "tokenizer_id": str(self._folder)}
-        answer = {"type": "get_info", "model_data": about, "model_id": model.id, "model_name": self._names[0]}
-        return web.json_response({**answer, "is_lora": True, "lora_rank": model.lora["rank"]})
-
-    async def _weights_info(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        saved = self._ledger.checkpoint(taken(await _body(request), "tinker_path", str), tenant.name)
-        lora = self._ledger.model(saved.model).lora
-        answer = {"base_model": self._names[0], "is_lora": True, "lora_rank": lora["rank"], "train_unembed": False}
-        return web.json_response({**answer, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]})
-
-    # Training runs and their checkpoints
-
-    async def _runs(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        models = self._ledger.models("tenant = ?", tenant.name)
-        page, cursor = _page(request, models)
-        return web.json_response({"training_runs": [self._run_of(one) for one in page], "cursor": cursor})
-
-    async def _run(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        return web.json_response(self._run_of(self._ledger.model(request.match_info["model"], tenant.name)))
-
-    def _run_of(self, model: ModelRecord) -> dict[str, Any]:
-        saved = self._ledger.checkpoints("model = ?", model.id)
-        newest = {kind: next((_checkpoint(one) for one in saved if one.kind == kind), None) for kind in KINDS.values()}
-        return {
-            **{"training_run_id": model.id, "base_model": self._names[0], "model_owner": model.tenant},
-            **{"is_lora": True, "lora_rank": model.lora["rank"], "user_metadata": model.metadata or None},
-            **{"last_request_time": _time(model.created), "last_checkpoint": newest["training"]},
-            "last_sampler_checkpoint": newest["sampler"],
-        }
-
-    async def _checkpoints(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        model = self._ledger.model(request.match_info["model"], tenant.name)
-        return web.json_response(
-            {"checkpoints": [_checkpoint(one) for one in self._ledger.checkpoints("model = ?", model.id)]}
-        )
-
-    async def _all_checkpoints(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        page, cursor = _page(request, self._ledger.checkpoints("tenant = ?", tenant.name))
-        return web.json_response({"checkpoints": [_checkpoint(one) for one in page], "cursor": cursor})
 
     async def _delete(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         path = f"tinker://{request.match_info['model']}/{request.match_info['checkpoint']}"
@@ -300,7 +239,7 @@ class ServiceApi:
     # Calls of models
 
     async def _create(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         self._check_name(body.get("base_model"))
         optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
         if optimizer != "adamw":
@@ -310,13 +249,13 @@ class ServiceApi:
             raise Refused("lora_config: this service trains adapters, so it has to be given")
         rank = taken(lora, "rank", int)
         if not 1 <= rank <= self._config.max_rank:
-            raise Refused(f"lora_config: rank = {rank} is not from 1 to {self._config.max_rank}, this service's max_rank")
+            raise Refused(f"lora_config: rank = {rank} is not from 1 to {self._config.max_rank} (max_rank)")
         which = {name: bool(lora.get(name, True)) for name in ("train_mlp", "train_attn")}
         return await self._new_model(tenant, body, CREATE, {"rank": rank, "seed": lora.get("seed"), **which})
 
     async def _load(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         """Weights into a model that is there, or into a new one, whose adapter is as the checkpoint's."""
-        body = await _body(request)
+        body = await body_of(request)
         saved = self._ledger.checkpoint(taken(body, "path", str), tenant.name)
         if body.get("session_id") is None:
             return await self._of_model(tenant, LOAD, body)
@@ -332,7 +271,9 @@ class ServiceApi:
         id = f"{session}:train:{number}"
         seed = lora["seed"]
         lora = {**lora, "seed": derive(self._config.seed, "service_model", id) if seed is None else int(seed)}
-        model = ModelRecord(id, tenant.name, session, lora, body.get("user_metadata") or {}, time.time(), False)
+        model = ModelRecord(
+            id, tenant.name, session, lora, body.get("user_metadata") or {}, time.time(), False
+        )
         call = self._call(tenant, kind, id, 0, json.dumps(body, sort_keys=True).encode())
         return await self._answered(tenant, call, model)
 
@@ -346,24 +287,32 @@ class ServiceApi:
         seq = asked.seq_id if asked.seq_id is not None else self._ledger.next_seq(asked.model_id)
         kind = FORWARD if asked.forward_only else PASS
         content = (PROTO_BODY if proto else JSON_BODY) + body
-        return await self._answered(tenant, self._call(tenant, kind, asked.model_id, seq, content, asked.digest()))
+        return await self._answered(
+            tenant, self._call(tenant, kind, asked.model_id, seq, content, asked.digest())
+        )
 
     async def _step(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        body = await _body(request)
-        given = next((body[key] for key in ("adam_params", "optim_params", "optimizer_params") if key in body), {})
+        body = await body_of(request)
+        given = next(
+            (body[key] for key in ("adam_params", "optim_params", "optimizer_params") if key in body), {}
+        )
         return await self._of_model(tenant, STEP, body, given)
 
     async def _save(self, request: web.Request, tenant: TenantConfig, kind: str) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         name = body.get("path")
         if name is not None and (not isinstance(name, str) or not name or "/" in name or len(name) > 200):
-            raise Refused(f"path: {str(name)[:80]!r} is no name of a checkpoint; it takes up to 200 characters without /")
+            raise Refused(
+                f"path: {str(name)[:80]!r} is no name of a checkpoint: up to 200 characters without /"
+            )
         if body.get("kind", "snapshot") != "snapshot":
-            raise Refused(f"kind: {body['kind']!r} is given, and this service has snapshots, whose weights stay as they are")
+            raise Refused(
+                f"kind: {body['kind']!r} is given, and this service has 'snapshot', whose weights stay"
+            )
         return await self._of_model(tenant, kind, body)
 
     async def _unload(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        return await self._of_model(tenant, UNLOAD, await _body(request))
+        return await self._of_model(tenant, UNLOAD, await body_of(request))
 
     async def _of_model(
         self, tenant: TenantConfig, kind: str, body: dict[str, Any], asked: dict[str, Any] | None = None
@@ -395,7 +344,9 @@ class ServiceApi:
             answer["model_id"] = call.owner
         return web.json_response(answer)
 
-    async def _add(self, tenant: TenantConfig, call: ServiceCall, model: ModelRecord | None = None) -> ServiceCall:
+    async def _add(
+        self, tenant: TenantConfig, call: ServiceCall, model: ModelRecord | None = None
+    ) -> ServiceCall:
         there = await asyncio.to_thread(
             self._ledger.add, call, most=tenant.calls, model=model, models=tenant.models
         )
@@ -410,7 +361,7 @@ class ServiceApi:
     # Samples
 
     async def _sample(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         if self._sampler is None:
             raise Refused("this service does not sample (sampling = 'off')")
         SampleAsked.of(body)
@@ -462,7 +413,7 @@ class ServiceApi:
 
     async def _retrieve(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         """The answer to a call, once it is there; 408 asks the client to ask again."""
-        id = taken(await _body(request), "request_id", str)
+        id = taken(await body_of(request), "request_id", str)
         end = time.monotonic() + POLL_SECONDS
         while (call := self._ledger.call(id, tenant.name)).state == WAITING:
             event = self._events.setdefault(id, asyncio.Event())
@@ -473,7 +424,12 @@ class ServiceApi:
                 async with asyncio.timeout(end - time.monotonic()):
                     await event.wait()
             except TimeoutError:
-                body = {"type": "try_again", "request_id": id, "queue_state": "active", "queue_state_reason": None}
+                body = {
+                    "type": "try_again",
+                    "request_id": id,
+                    "queue_state": "active",
+                    "queue_state_reason": None,
+                }
                 return web.json_response(body, status=408)
         assert call.answer is not None, "the ledger has said so"
         if call.state == FAILED or call.kind not in (PASS, FORWARD, SAMPLE):
@@ -481,35 +437,6 @@ class ServiceApi:
         if PROTO in request.headers.get("Accept", ""):
             return web.Response(body=call.answer, content_type=PROTO)
         return web.json_response((sampled_json if call.kind == SAMPLE else passed_json)(call.answer))
-
-
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
-"""What checkpoints are, by the second part of their paths."""
-
-
-def _checkpoint(saved: SavedWeights) -> dict[str, Any]:
-    return {
-        **{"checkpoint_id": saved.path.split("/", 3)[3], "checkpoint_type": saved.kind, "tinker_path": saved.path},
-        **{"time": _time(saved.created), "size_bytes": saved.bytes, "public": False},
-        **{"user_metadata": saved.metadata or None, "expires_at": saved.expires and _time(saved.expires)},
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
-
-
-def _page(request: web.Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """The part of a list that a request asks for, by `offset` and `limit`."""
-    offset, limit = 0, 100
-    with contextlib.suppress(ValueError):
-        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", 100))
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return found[max(offset, 0) : max(offset, 0) + max(limit, 0)], cursor
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    return read_json(await request.read())
 
 
 def _unpacked(body: bytes) -> bytes:

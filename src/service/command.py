@@ -1,4 +1,4 @@
-"""The command `service`: reads the base, starts a server for samples, and answers clients until it is stopped."""
+"""The command `service`: reads the base, starts a server for samples, and answers clients."""
 
 import asyncio
 import contextlib
@@ -119,7 +119,7 @@ def _plain(config: ServiceConfig, base: AdapterBase) -> Path:
 
 
 def keys_of(config: ServiceConfig) -> dict[str, TenantConfig]:
-    """The tenants, by the SHA-256 of their keys; the key of a service without tenants is made if it is missing.
+    """The tenants, by the SHA-256 of their keys; if none are given, there is one, whose key is made.
 
     Raises:
         UsageError: a key is missing, too short, or the key of two tenants.
@@ -166,7 +166,7 @@ def _listen(config: ServiceConfig) -> socket.socket:
     except OSError as error:
         taken = "; another program listens there" if error.errno == errno.EADDRINUSE else ""
         raise UsageError(
-            f"--host {config.host} --port {config.port}: can't listen: {error.strerror}{taken}; give another --port"
+            f"--host {config.host} --port {config.port}: {error.strerror}{taken}; give another --port"
         ) from None
 
 

@@ -42,14 +42,14 @@ CREATE TABLE sessions (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about TEXT NOT
 CREATE TABLE models (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, lora TEXT NOT NULL,
     metadata TEXT NOT NULL, created REAL NOT NULL, gone INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE calls (id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, tenant TEXT NOT NULL,
-    kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB, state TEXT NOT NULL, answer BLOB, arrived REAL NOT NULL,
-    UNIQUE (owner, seq));
+    kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB, state TEXT NOT NULL, answer BLOB,
+    arrived REAL NOT NULL, UNIQUE (owner, seq));
 CREATE INDEX unfinished ON calls (state) WHERE state = 'waiting';
 CREATE TABLE samplers (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, path TEXT,
     clients INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
-    name TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL, call TEXT NOT NULL, created REAL NOT NULL,
-    expires REAL, metadata TEXT NOT NULL);
+CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL,
+    kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL, call TEXT NOT NULL,
+    created REAL NOT NULL, expires REAL, metadata TEXT NOT NULL);
 """
 """`calls.owner` is the model or sampler whose calls `seq` counts. `calls.body` is what has to be known to
 execute the call, until no saved state needs it; `calls.answer` goes after some hours."""
@@ -86,8 +86,8 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """A checkpoint that a client has saved under a name. path: as clients call it; folder: of the step, within
-    the service's folder; call: the one that saved it; created, expires: in seconds of Unix time."""
+    """A checkpoint that a client has saved under a name. path: as clients call it; folder: of the step,
+    within the service's folder; call: the one that saved it; created, expires: in seconds of Unix time."""
 
     path: str
     tenant: str
@@ -126,7 +126,9 @@ class ServiceLedger:
                 database.execute("INSERT INTO service VALUES (?, ?)", (FORMAT, base))
         of, found = database.execute("SELECT format, base FROM service").fetchone()
         if of != FORMAT:
-            raise UsageError(f"{path}: its format is {of}, and this version reads {FORMAT}; take another --output-dir")
+            raise UsageError(
+                f"{path}: its format is {of}, and this version reads {FORMAT}; take another --output-dir"
+            )
         if found != base:
             raise UsageError(
                 f"{path}: the service in this folder has adapters of another base model than --model.name; "
@@ -172,14 +174,19 @@ class ServiceLedger:
 
     def sessions(self, tenant: str) -> list[str]:
         """The ids of a tenant's sessions, the newest first."""
-        return [row[0] for row in self._rows("SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC", tenant)]
+        return [
+            row[0]
+            for row in self._rows("SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC", tenant)
+        ]
 
     def finish_session(self, session: str, tenant: str) -> list[str]:
         """Record that a session is finished; returns its models, which are gone with it."""
         self.session(session, tenant)
         with self._writing() as database:
             database.execute("UPDATE sessions SET finished = 1 WHERE id = ?", (session,))
-            rows = database.execute("SELECT id FROM models WHERE session = ? AND NOT gone", (session,)).fetchall()
+            rows = database.execute(
+                "SELECT id FROM models WHERE session = ? AND NOT gone", (session,)
+            ).fetchall()
             database.execute("UPDATE models SET gone = 1 WHERE session = ?", (session,))
         return [row[0] for row in rows]
 
@@ -202,7 +209,8 @@ class ServiceLedger:
             *values,
         )
         return [
-            ModelRecord(*row[:3], json.loads(row[3]), json.loads(row[4]), row[5], bool(row[6])) for row in rows
+            ModelRecord(*row[:3], json.loads(row[3]), json.loads(row[4]), row[5], bool(row[6]))
+            for row in rows
         ]
 
     def forget_model(self, model: str) -> None:
@@ -212,7 +220,9 @@ class ServiceLedger:
 
     # Calls
 
-    def add(self, call: ServiceCall, *, most: int, model: ModelRecord | None = None, models: int = 0) -> ServiceCall:
+    def add(
+        self, call: ServiceCall, *, most: int, model: ModelRecord | None = None, models: int = 0
+    ) -> ServiceCall:
         """Record a call, and with its first one the model itself; durable on return.
 
         Args:
@@ -230,26 +240,50 @@ class ServiceLedger:
             before = self._call(database, "owner = ? AND seq = ?", call.owner, call.seq)
             if before is not None:
                 if before.digest != call.digest:
-                    raise Refused(f"seq_id {call.seq} of {call.owner} was another call: each has a number of its own")
+                    raise Refused(
+                        f"seq_id {call.seq} of {call.owner} was another call: each has a number of its own"
+                    )
                 return before
             if call.kind != SAMPLE:
                 self._check_turn(database, call)
             waiting = "SELECT count(*) FROM calls WHERE state = 'waiting' AND tenant = ?"
             if database.execute(waiting, (call.tenant,)).fetchone()[0] >= most:
-                raise Refused(f"{most} calls wait already, which is the tenant's quota (calls); send it again later", 429)
+                raise Refused(
+                    f"{most} calls wait already, which is the tenant's quota (calls); send it again later",
+                    429,
+                )
             if model is not None:
                 there = "SELECT count(*) FROM models WHERE tenant = ? AND NOT gone"
                 if database.execute(there, (call.tenant,)).fetchone()[0] >= models:
-                    raise Refused(f"{models} models are there already, which is the tenant's quota (models); unload one")
-                row = (model.id, model.tenant, model.session, json.dumps(model.lora), json.dumps(model.metadata))
+                    raise Refused(
+                        f"{models} models are there already, which is the tenant's quota (models); unload one"
+                    )
+                row = (
+                    model.id,
+                    model.tenant,
+                    model.session,
+                    json.dumps(model.lora),
+                    json.dumps(model.metadata),
+                )
                 database.execute(
-                    "INSERT INTO models (id, tenant, session, lora, metadata, created) VALUES (?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO models (id, tenant, session, lora, metadata, created) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
                     (*row, model.created),
                 )
             database.execute(
                 "INSERT INTO calls (id, owner, seq, tenant, kind, digest, body, state, arrived) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (call.id, call.owner, call.seq, call.tenant, call.kind, call.digest, call.body, WAITING, time.time()),
+                (
+                    call.id,
+                    call.owner,
+                    call.seq,
+                    call.tenant,
+                    call.kind,
+                    call.digest,
+                    call.body,
+                    WAITING,
+                    time.time(),
+                ),
             )
         return call
 
@@ -259,8 +293,8 @@ class ServiceLedger:
         expected = 0 if last is None else last + 1
         if call.seq != expected:
             raise Refused(
-                f"seq_id {call.seq} of {call.owner} came before {expected}, and calls of a model are taken in "
-                "their order; send it again once that one is answered",
+                f"seq_id {call.seq} of {call.owner} came before {expected}, and calls of a model are taken "
+                "in their order; send it again once that one is answered",
                 409,
             )
 
@@ -285,7 +319,8 @@ class ServiceLedger:
     @staticmethod
     def _call(database: sqlite3.Connection, where: str, *values: object) -> ServiceCall | None:
         row = database.execute(
-            f"SELECT id, owner, seq, tenant, kind, digest, body, state, answer FROM calls WHERE {where}", values
+            f"SELECT id, owner, seq, tenant, kind, digest, body, state, answer FROM calls WHERE {where}",
+            values,
         ).fetchone()
         return row and ServiceCall(*row)
 
@@ -316,9 +351,19 @@ class ServiceLedger:
         with self._writing() as database:
             database.execute("UPDATE calls SET state = ?, answer = ? WHERE id = ?", (state, answer, call.id))
             if saved is not None:
-                row = (saved.path, saved.tenant, saved.model, saved.kind, saved.name, saved.folder, saved.bytes)
+                row = (
+                    saved.path,
+                    saved.tenant,
+                    saved.model,
+                    saved.kind,
+                    saved.name,
+                    saved.folder,
+                    saved.bytes,
+                )
                 row = (*row, saved.call, saved.created, saved.expires, json.dumps(saved.metadata))
-                database.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * len(row))})", row)
+                database.execute(
+                    f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * len(row))})", row
+                )
             if sampler is not None:
                 self._add_sampler(database, sampler[0], call.tenant, sampler[1], sampler[2])
 
@@ -326,7 +371,8 @@ class ServiceLedger:
         """Drop the bodies of a model's finished calls up to a number, and answers that are old enough."""
         with self._writing() as database:
             database.execute(
-                "UPDATE calls SET body = NULL WHERE owner = ? AND seq <= ? AND state != 'waiting'", (owner, through)
+                "UPDATE calls SET body = NULL WHERE owner = ? AND seq <= ? AND state != 'waiting'",
+                (owner, through),
             )
             database.execute(
                 "UPDATE calls SET answer = NULL WHERE state != 'waiting' AND body IS NULL AND arrived < ?",
@@ -341,9 +387,12 @@ class ServiceLedger:
             self._add_sampler(database, id, tenant, session, path)
 
     @staticmethod
-    def _add_sampler(database: sqlite3.Connection, id: str, tenant: str, session: str, path: str | None) -> None:
+    def _add_sampler(
+        database: sqlite3.Connection, id: str, tenant: str, session: str, path: str | None
+    ) -> None:
         database.execute(
-            "INSERT OR IGNORE INTO samplers (id, tenant, session, path) VALUES (?, ?, ?, ?)", (id, tenant, session, path)
+            "INSERT OR IGNORE INTO samplers (id, tenant, session, path) VALUES (?, ?, ?, ?)",
+            (id, tenant, session, path),
         )
 
     def sampler(self, id: str, tenant: str) -> str | None:
@@ -366,7 +415,9 @@ class ServiceLedger:
 
     def samplers(self, session: str) -> list[str]:
         """The ids of a session's sampling sessions."""
-        return [row[0] for row in self._rows("SELECT id FROM samplers WHERE session = ? ORDER BY rowid", session)]
+        return [
+            row[0] for row in self._rows("SELECT id FROM samplers WHERE session = ? ORDER BY rowid", session)
+        ]
 
     def checkpoint(self, path: str, tenant: str) -> SavedWeights:
         """A checkpoint of a tenant that has not expired.

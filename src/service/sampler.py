@@ -60,11 +60,15 @@ class SampleAsked:
             if body.get(name) not in off:
                 raise Refused(f"{name} = {str(body[name])[:40]}: this service does not have it; leave it out")
         if how.get("top_k", -1) not in (-1, 0, None):
-            raise Refused(f"sampling_params: top_k = {how['top_k']!r}: this service samples from all tokens or by top_p")
+            raise Refused(
+                f"sampling_params: top_k = {how['top_k']!r}: this service samples from all tokens or by top_p"
+            )
         stop = how.get("stop")
         stops = [stop] if isinstance(stop, str) else stop
         if stops == []:
-            raise Refused("sampling_params: stop = []: samples end with the model's end token; leave stop out")
+            raise Refused(
+                "sampling_params: stop = []: samples end with the model's end token; leave stop out"
+            )
         texts = tuple(one for one in stops or () if isinstance(one, str))
         tokens = tuple(one for one in stops or () if isinstance(one, int))
         count = body.get("num_samples", 1)
@@ -107,7 +111,9 @@ class Sampler:
         url = config.inference_url or ""
         if config.sampling == "own":
             settings = config.inference.model_copy(update={"max_lora_rank": config.max_rank})
-            self._own = Server(settings, str(model), Path(config.output_dir) / "logs" / "inference.log", deaf=True)
+            self._own = Server(
+                settings, str(model), Path(config.output_dir) / "logs" / "inference.log", deaf=True
+            )
             url = self._own.url
         self._client = InferenceClient(url, timeout_setting="sampling_params.max_tokens", retry_for=60.0)
         self._giving = asyncio.Lock()
@@ -150,7 +156,9 @@ class Sampler:
         seed = derive(self._config.seed, "service_sample", id) if asked.seed is None else asked.seed
         for again in range(TRIES):
             try:
-                adapter = await self._adapter(version, weights / "model" if weights else self._plain / "model")
+                adapter = await self._adapter(
+                    version, weights / "model" if weights else self._plain / "model"
+                )
                 return await self._ask(asked, adapter, seed)
             except RequestRefused as error:
                 raise Refused(f"the server refuses the request: {error}") from None
@@ -169,7 +177,8 @@ class Sampler:
         room = (self._status.max_model_len or len(asked.prompt) + 1) - len(asked.prompt)
         if room < 1:
             raise Refused(
-                f"prompt: its {len(asked.prompt)} tokens leave no room; the model takes {self._status.max_model_len}"
+                f"prompt: its {len(asked.prompt)} tokens leave no room: the model takes "
+                f"{self._status.max_model_len}"
             )
         how = SamplingParams(
             max_tokens=min(asked.max_tokens or room, room),
@@ -206,7 +215,9 @@ class Sampler:
                 self._has.clear()
             self._status, adapter = status, status.served_adapter
             if adapter is None:
-                raise Refused(f"inference_url {self._client.url}: the server has merged the adapter into its model")
+                raise Refused(
+                    f"inference_url {self._client.url}: the server has merged the adapter into its model"
+                )
             self._has[version] = adapter
             for old in list(self._has)[:-kept]:
                 del self._has[old]
@@ -224,4 +235,3 @@ class Sampler:
             with contextlib.suppress(UsageError):
                 await asyncio.to_thread(self._own.stop)
                 await asyncio.to_thread(self.start)
-

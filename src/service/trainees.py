@@ -47,8 +47,8 @@ class WeightedLikelihood(Loss):
 
 @dataclass(frozen=True)
 class ServedLoss:
-    """A loss that clients may name. inputs: what it needs of each token, and whether it may be missing (then it
-    is 1). settings: the numbers that `loss_fn_config` may give, with their defaults. make: of these."""
+    """A loss that clients may name. inputs: what it needs of each token, and whether it may be missing (then
+    it is 1). settings: the numbers that `loss_fn_config` may give, with their defaults. make: of these."""
 
     inputs: Mapping[str, bool]
     settings: Mapping[str, float]
@@ -60,9 +60,7 @@ RATIOS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """Bounds of the ratio of probabilities, as the API gives them."""
 LOSSES: dict[str, ServedLoss] = {
     "cross_entropy": ServedLoss({"weights": True}, {}, lambda given: WeightedLikelihood()),
-    "importance_sampling": ServedLoss(
-        OF_POLICY, {}, lambda given: PPOClip(clip_low=1.0, clip_high=math.inf)
-    ),
+    "importance_sampling": ServedLoss(OF_POLICY, {}, lambda given: PPOClip(clip_low=1.0, clip_high=math.inf)),
     "ppo": ServedLoss(
         OF_POLICY,
         RATIOS,
@@ -86,13 +84,15 @@ def loss_of(request: Pass) -> tuple[ServedLoss, Loss]:
     found = LOSSES.get(request.loss_fn)
     if found is None:
         raise Refused(
-            f"loss_fn {request.loss_fn!r}: this service has {', '.join(LOSSES)}; forward_backward_custom takes any "
-            "function of the logprobs"
+            f"loss_fn {request.loss_fn!r}: this service has {', '.join(LOSSES)}; forward_backward_custom "
+            "takes any function of the logprobs"
         )
     for name, value in request.config.items():
         if name not in found.settings or not isinstance(value, int | float) or not math.isfinite(value):
             there = ", ".join(found.settings) or "no settings"
-            raise Refused(f"loss_fn_config {name} = {value!r}: {request.loss_fn} takes {there}, which are numbers")
+            raise Refused(
+                f"loss_fn_config {name} = {value!r}: {request.loss_fn} takes {there}, which are numbers"
+            )
     given = {**found.settings, **{name: float(value) for name, value in request.config.items()}}
     if given.get("clip_low_threshold", 0.0) > given.get("clip_high_threshold", math.inf):
         raise Refused("loss_fn_config: clip_low_threshold is above clip_high_threshold")
@@ -121,7 +121,9 @@ class AdamStep:
             raise Refused(f"optimizer {given['type']!r}: this service has adamw")
         values = {name: value for name, value in given.items() if name != "type"}
         if unknown := values.keys() - cls.__dataclass_fields__.keys():
-            raise Refused(f"adam_params: {min(unknown)} is no setting; there are {', '.join(cls.__dataclass_fields__)}")
+            raise Refused(
+                f"adam_params: {min(unknown)} is no setting; there are {', '.join(cls.__dataclass_fields__)}"
+            )
         for name, value in values.items():
             most = 1.0 if name.startswith("beta") else math.inf
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
@@ -204,15 +206,19 @@ class ClientModel:
         targets = datum.inputs.get("target_tokens")
         if targets is None or len(targets) != count:
             what = "is missing" if targets is None else f"has {len(targets)} values"
-            raise Refused(f"{where}: target_tokens {what}, and model_input has {count} tokens; one for each is needed")
+            raise Refused(
+                f"{where}: target_tokens {what}, and model_input has {count} tokens; one for each is needed"
+            )
         if count + 1 > self.state.config.seq_len:
             raise Refused(
-                f"{where}: {count} tokens and the last target are more than the {self.state.config.seq_len} that "
-                "this service takes (seq_len)"
+                f"{where}: {count} tokens and the last target are more than the {self.state.config.seq_len} "
+                "that this service takes (seq_len)"
             )
         for name, ids in (("model_input", datum.tokens), ("target_tokens", targets)):
             if (bad := ids[(ids < 0) | (ids >= size)]).size:
-                raise Refused(f"{where}: {name} has the token {bad[0]}, and the model has tokens 0 to {size - 1}")
+                raise Refused(
+                    f"{where}: {name} has the token {bad[0]}, and the model has tokens 0 to {size - 1}"
+                )
         columns: dict[str, Any] = {TARGETS: _shifted(targets, np.int32)}
         for name, optional in served.inputs.items():
             values = datum.inputs.get(name)
@@ -220,7 +226,9 @@ class ClientModel:
                 values = np.ones(count, np.float32)
             if values is None or len(values) != count:
                 what = "is missing" if values is None else f"has {len(values)} values"
-                raise Refused(f"{where}: {name} {what}, and model_input has {count} tokens; one for each is needed")
+                raise Refused(
+                    f"{where}: {name} {what}, and model_input has {count} tokens; one for each is needed"
+                )
             if not np.isfinite(values).all():
                 raise Refused(f"{where}: {name} holds NaN or infinity")
             columns[name] = _shifted(values, np.float32)
@@ -238,7 +246,9 @@ class ClientModel:
         norm = state.backend.norm_and_clip(state.policy, how.grad_clip_norm or math.inf).item()
         if not math.isfinite(norm):
             self.drop_gradients()
-            raise Refused(f"the gradient's norm is {norm}: the weights stay as they were, and the gradients are dropped")
+            raise Refused(
+                f"the gradient's norm is {norm}: the weights stay as they were, and the gradients are dropped"
+            )
         for group in optimizer.param_groups:
             group |= {"betas": (how.beta1, how.beta2), "eps": how.eps, "weight_decay": how.weight_decay}
         state.backend.step(state.policy, how.learning_rate)
@@ -254,12 +264,16 @@ class ClientModel:
 
     def nbytes(self, *, training: bool) -> int:
         """Bytes of the tensors that `write` writes."""
-        return sum(t.numel() * t.element_size() for named in self._tensors(training).values() for t in named.values())
+        return sum(
+            t.numel() * t.element_size() for named in self._tensors(training).values() for t in named.values()
+        )
 
     def _tensors(self, training: bool) -> Mapping[str, Mapping[str, Any]]:
         return self.state.tensors(weights_only=not training)
 
-    def write(self, store: CheckpointStore, step: int, position: Mapping[str, Any], *, training: bool) -> Path:
+    def write(
+        self, store: CheckpointStore, step: int, position: Mapping[str, Any], *, training: bool
+    ) -> Path:
         """Commit what there is as step `step` of `store`; returns its folder.
 
         Args:
@@ -271,7 +285,9 @@ class ClientModel:
             OSError: a file can't be written.
         """
         state, policy = self.state, self.state.policy
-        files = {f"model/{n}": c for n, c in {**companions(policy.module, self._folder), **policy.beside()}.items()}
+        files = {
+            f"model/{n}": c for n, c in {**companions(policy.module, self._folder), **policy.beside()}.items()
+        }
         if training:
             record = TrainerRecord(
                 progress=asdict(state.progress),
@@ -289,7 +305,9 @@ class ClientModel:
                 make_folders(folder / where)
                 write_tensors(folder / where, named, short)
                 dtypes[stem] = "F32"
-            written = {path.relative_to(folder).as_posix(): _durable(path) for path in sorted(folder.rglob("*.*"))}
+            written = {
+                path.relative_to(folder).as_posix(): _durable(path) for path in sorted(folder.rglob("*.*"))
+            }
             about = _about(state.progress.step, dtypes, ["trainer"] if training else ["model"])
             return new_manifest(step, written | write_files(folder, files), about)
 
@@ -364,10 +382,16 @@ class AdapterBase:
         config = self._config
         targets = ["all-linear"]
         if not (lora.get("train_attn", True) and lora.get("train_mlp", True)):
-            kept = [name for name in self._first.layers if _is_attention(name) == bool(lora.get("train_attn", True))]
+            kept = [
+                name
+                for name in self._first.layers
+                if _is_attention(name) == bool(lora.get("train_attn", True))
+            ]
             targets = kept if lora.get("train_attn", True) or lora.get("train_mlp", True) else []
             if not targets:
-                raise Refused("lora_config: with train_attn and train_mlp off nothing is trained in this model")
+                raise Refused(
+                    "lora_config: with train_attn and train_mlp off nothing is trained in this model"
+                )
         return SFTConfig.model_validate(
             {
                 "model": {"name": str(self.folder)},
@@ -427,5 +451,3 @@ def _about(step: int, dtypes: Mapping[str, str], parts: list[str]) -> dict[str, 
         **{"parts": parts, "dtypes": dict(dtypes), "metrics": {"optimizer_step": step}, "config_digest": ""},
         "versions": {"cairn": importlib.metadata.version("cairn")},
     }
-
-

@@ -5,6 +5,7 @@ protobuf library. Both encodings are read into the same arrays.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,9 @@ def read_pass(body: bytes, *, proto: bool, forward_only: bool = False) -> Pass:
             for one in message.data
         ]
         seq = message.seq_id or None
-        return Pass(message.model_id, seq, data, message.loss_fn, config, message.forward_only or forward_only)
+        return Pass(
+            message.model_id, seq, data, message.loss_fn, config, message.forward_only or forward_only
+        )
     found = read_json(body)
     asked = taken(found, "forward_input" if "forward_input" in found else "forward_backward_input", dict)
     data = []
@@ -212,7 +215,9 @@ def _joined(chunks: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 def _proto_chunk(chunk: Any) -> npt.NDArray[np.int64]:
     if not chunk.HasField("encoded_text"):
-        raise Refused("model_input: only chunks of text (EncodedTextChunk) are taken; this service has no images")
+        raise Refused(
+            "model_input: only chunks of text (EncodedTextChunk) are taken; this service has no images"
+        )
     return np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64)
 
 
@@ -226,7 +231,9 @@ def _json_chunk(chunk: Any) -> npt.NDArray[np.int64]:
         raise Refused("model_input: tokens are not all whole numbers") from None
 
 
-SPARSE = "loss_fn_inputs {name!r} is sparse or has several values for a token; one value for each token is taken"
+SPARSE = (
+    "loss_fn_inputs {name!r} is sparse or has several values for a token; one value for each token is taken"
+)
 
 
 def _proto_tensor(name: str, tensor: Any) -> npt.NDArray[Any]:
@@ -277,7 +284,7 @@ def passed_json(answer: bytes) -> dict[str, Any]:
         (pair,) = record.fields
         ends = np.frombuffer(pair.value.offsets, np.int64) // 4
         values = np.frombuffer(pair.value.data, np.float32)
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in itertools.pairwise(ends):
             data = values[start:end].tolist()
             outputs.append({"logprobs": {"data": data, "dtype": "float32", "shape": [len(data)]}})
     metrics = {one.key: one.value for one in message.metrics}
@@ -297,7 +304,10 @@ def sampled(
     message = MESSAGES["SampleResponse"]()
     for tokens, logprobs, reason in sequences:
         one = message.sequences.add(stop_reason=STOP_REASONS.index(reason))
-        one.tokens, one.logprobs = np.array(tokens, np.int32).tobytes(), np.array(logprobs, np.float32).tobytes()
+        one.tokens, one.logprobs = (
+            np.array(tokens, np.int32).tobytes(),
+            np.array(logprobs, np.float32).tobytes(),
+        )
     if prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in prompt_logprobs]
         message.prompt_logprobs = np.array(values, np.float32).tobytes()

@@ -1,8 +1,8 @@
 """Executes the calls of models: those of one model in their order, those of different models by turns.
 
-One thread does it. What a call has changed is in memory only, until a state is saved; the ledger has each call
-that came since. So a model that is not in memory, whether this process was killed or another model needed the
-room, is taken up from its newest good state, and the calls since are computed again.
+One thread does it. What a call has changed is in memory only, until a state is saved; the ledger has each
+call that came since. So a model that is not in memory, whether this process was killed or another model
+needed the room, is taken up from its newest good state, and the calls since are computed again.
 """
 
 import contextlib
@@ -229,15 +229,15 @@ class CallWorker:
         return resident
 
     def _again(self, resident: _Resident, call: ServiceCall) -> None:
-        """Compute a finished call again; a failed one has changed nothing but, as an update, the gradients."""
+        """Compute a finished call again; of those that failed, an update has dropped the gradients."""
         if call.state == FAILED:
             if call.kind == STEP:
                 resident.model.drop_gradients()
             return
         if call.body is None:
             raise ModelLost(
-                f"model {call.owner} can't be taken up: the states that its call {call.seq} is part of are damaged; "
-                "create a model from a checkpoint that you have saved"
+                f"model {call.owner} can't be taken up: the states that its call {call.seq} is part of are "
+                "damaged; create a model from a checkpoint that you have saved"
             )
         answer = self._change(resident, call)
         if call.answer is not None and answer != call.answer:
@@ -288,8 +288,8 @@ class CallWorker:
         there = self._ledger.stored(call.tenant) - sum(one.bytes for one in earlier)
         if there + resident.model.nbytes(training=training) > quota:
             raise Refused(
-                f"path: {path} would take {resident.model.nbytes(training=training)} bytes beside the {there} that "
-                f"are stored, and the tenant's quota (stored) is {quota}; delete checkpoints"
+                f"path: {path} would take {resident.model.nbytes(training=training)} bytes beside the "
+                f"{there} that are stored, and the tenant's quota (stored) is {quota}; delete checkpoints"
             )
         folder = self._write(resident, call, training=training)
         fault_point("service.saved")
@@ -329,7 +329,9 @@ class CallWorker:
             self._write(resident, call, training=True)
             self._prune(call.owner)
         except (OSError, CheckpointError) as error:
-            logger.warning("the state of model %s can't be saved, and is tried again later: %s", call.owner, error)
+            logger.warning(
+                "the state of model %s can't be saved, and is tried again later: %s", call.owner, error
+            )
 
     def _prune(self, owner: str) -> None:
         """Delete states beyond the number that is kept, and the calls that none of these needs."""
@@ -361,7 +363,7 @@ class CallWorker:
             self.remove(saved)
 
     def remove(self, saved: SavedWeights) -> None:
-        """Delete a checkpoint; its model may still go on from it as from a state, until newer ones are there."""
+        """Delete a checkpoint; if it is among the newest states of its model, its files stay for that."""
         self._ledger.remove_checkpoint(saved.path)
         store, step = self._store(saved.model), int(saved.folder.rpartition("_")[2])
         states = [number for number, _ in self._states(saved.model)[: self._config.states]]
@@ -377,5 +379,3 @@ def failure(reason: str, category: str) -> bytes:
 
 def _json(**values: Any) -> bytes:
     return json.dumps(values).encode()
-
-

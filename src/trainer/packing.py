@@ -58,8 +58,8 @@ class MicroBatch:
 
     @property
     def scored_ids(self) -> torch.Tensor:
-        """int64 or int32 [R, T], the tokens whose logprobs are computed: those of the column `targets`, or else
-        the rows' own."""
+        """int64 or int32 [R, T], the tokens whose logprobs are computed: those of the column `targets`, or
+        else the rows' own."""
         return self.columns.get(TARGETS, self.input_ids)
 
     def to(self, device: torch.device) -> "MicroBatch":

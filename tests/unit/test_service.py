@@ -1,4 +1,4 @@
-"""The service: calls that are taken once, models that are taken up again, tenants that see nothing of others."""
+"""The service: calls are taken once, models taken up again, and tenants see nothing of each other."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
 from cairn.service.ledger import ServiceCall, ServiceLedger
-from cairn.service.trainees import LOSSES, AdapterBase, AdamStep, ClientModel
+from cairn.service.trainees import LOSSES, AdamStep, AdapterBase, ClientModel
 from cairn.service.wire import MESSAGES, Datum, Pass, Refused, passed_json, read_pass
 from cairn.service.worker import CallWorker
 from cairn.trainer.group import RankGroup
@@ -40,7 +40,9 @@ def settings(folder: Path, **given: Any) -> ServiceConfig:
         TenantConfig(name="alice", key_file="a"),
         TenantConfig(name="bob", key_file="b", models=1, calls=2, stored="1000K"),
     ]
-    return ServiceConfig.model_validate({"output_dir": str(folder), "seq_len": 64, "tenants": tenants, **given})
+    return ServiceConfig.model_validate(
+        {"output_dir": str(folder), "seq_len": 64, "tenants": tenants, **given}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +52,15 @@ def base(group: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> AdapterB
 
 
 class Serving:
-    """The service in this process, on a thread of its own. `stop` ends it as a kill would: nothing is saved."""
+    """The service in this process, on a thread of its own. Its end saves nothing, as that of a kill."""
 
     def __init__(self, config: ServiceConfig, base: AdapterBase):
         self._loop = asyncio.new_event_loop()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.ledger = ServiceLedger(Path(config.output_dir) / "service.sqlite", base.digest)
-        keys = {hashlib.sha256(key.encode()).hexdigest(): one for key, one in zip((ALICE, BOB), config.tenants)}
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)]
+        keys = dict(zip(digests, config.tenants, strict=True))
         self._api = ServiceApi(config, ["tiny"], base.folder, keys, self.ledger, (1,))
         tenants = {one.name: one for one in config.tenants}
         self.worker = CallWorker(config, tenants, base, self.ledger, self._api.finished)
@@ -129,7 +132,10 @@ def asked(number: int, loss: str = "cross_entropy", config: Any = None, **inputs
 
 def test_logprobs_are_the_models_own_of_any_targets(base: AdapterBase):
     """Samples share rows, and a target need not be the token that follows."""
-    data = [Datum(np.arange(10, 19), {"target_tokens": np.arange(11, 20)}), Datum(np.arange(30, 35), {"target_tokens": np.full(5, 7)})]
+    data = [
+        Datum(np.arange(10, 19), {"target_tokens": np.arange(11, 20)}),
+        Datum(np.arange(30, 35), {"target_tokens": np.full(5, 7)}),
+    ]
     found = passed_json(base.plain.compute(Pass("m", 1, data, "cross_entropy", forward_only=True), 0))
     model = AutoModelForCausalLM.from_pretrained(base.folder)
     total = 0.0
@@ -155,11 +161,16 @@ def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterB
     given = {"advantages": [draw.normal(size=n) * (np.arange(n) > 1) for n in (6, 11, 4, 17)]}
     now = passed_json(model.compute(Pass("m", 1, asked(5).data, "cross_entropy", forward_only=True), 0))
     logprobs = [torch.tensor(one["logprobs"]["data"], requires_grad=True) for one in now["loss_fn_outputs"]]
-    given["logprobs"] = [(p.detach() + 0.4 * torch.from_numpy(draw.normal(size=len(p)))).numpy() for p in logprobs]
+    given["logprobs"] = [
+        (p.detach() + 0.4 * torch.from_numpy(draw.normal(size=len(p)))).numpy() for p in logprobs
+    ]
     low, high = 0.8, (config or {}).get("clip_high_threshold", 1.2)
     total = torch.zeros(())
     for p, old, advantages in zip(logprobs, given["logprobs"], given["advantages"], strict=True):
-        ratio, a = (p - torch.tensor(old, dtype=torch.float32)).exp(), torch.tensor(advantages, dtype=torch.float32)
+        ratio, a = (
+            (p - torch.tensor(old, dtype=torch.float32)).exp(),
+            torch.tensor(advantages, dtype=torch.float32),
+        )
         terms = {
             "importance_sampling": ratio * a,
             "ppo": torch.minimum(ratio * a, ratio.clamp(low, high) * a),
@@ -182,7 +193,10 @@ def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterB
 def test_an_update_is_torchs_adamw_with_the_settings_of_the_call(base: AdapterBase):
     model = base.make({"rank": 2, "seed": 1})
     ours = {name: p.detach().clone().requires_grad_() for name, p in model.state.policy.trained().items()}
-    steps = [AdamStep(1e-2, grad_clip_norm=1.0), AdamStep(3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1)]
+    steps = [
+        AdamStep(1e-2, grad_clip_norm=1.0),
+        AdamStep(3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1),
+    ]
     adam = torch.optim.AdamW(ours.values())
     for number, how in enumerate(steps):
         model.compute(asked(number), number)
@@ -196,7 +210,9 @@ def test_an_update_is_torchs_adamw_with_the_settings_of_the_call(base: AdapterBa
         assert model.update(how) == {"grad_norm:mean": pytest.approx(norm.item()), "step:max": number + 1}
     for name, parameter in model.state.policy.trained().items():
         torch.testing.assert_close(parameter, ours[name], atol=1e-7, rtol=1e-5)
-    assert not any(p.requires_grad for n, p in model.state.policy.module.named_parameters() if ".lora_" not in n)
+    assert not any(
+        p.requires_grad for n, p in model.state.policy.module.named_parameters() if ".lora_" not in n
+    )
 
 
 def test_models_share_the_base_in_memory(base: AdapterBase):
@@ -365,7 +381,13 @@ def test_tenants_see_nothing_of_each_other(base: AdapterBase, tmp_path: Path):
             lambda: bob.post("weights_info", tinker_path=path),
             lambda: bob.from_state(path),
             lambda: bob.post("session_heartbeat", session_id=alice.session),
-            lambda: bob.post("create_model", session_id=alice.session, model_seq_id=7, base_model="tiny", lora_config={"rank": 2}),
+            lambda: bob.post(
+                "create_model",
+                session_id=alice.session,
+                model_seq_id=7,
+                base_model="tiny",
+                lora_config={"rank": 2},
+            ),
             lambda: bob.post("join_sampling_session", sampling_session_id=sampler),
             lambda: bob.ask("GET", f"samplers/{sampler}"),
             lambda: bob.ask("GET", f"sessions/{alice.session}"),
@@ -379,8 +401,9 @@ def test_tenants_see_nothing_of_each_other(base: AdapterBase, tmp_path: Path):
                 attempt()
             assert caught.value.status == 404, number
         for listing in ("training_runs", "checkpoints", "sessions"):
-            assert [*bob.ask("GET", listing).values()][0] == ([bob.session] if listing == "sessions" else [])
-            assert len([*alice.ask("GET", listing).values()][0]) == 1
+            own = [bob.session] if listing == "sessions" else []
+            assert next(iter(bob.ask("GET", listing).values())) == own
+            assert len(next(iter(alice.ask("GET", listing).values()))) == 1
         with refused(401, "no tenant of this service has this key"):
             LightClient(service.url, "tml-nobody-0123456789")
 
@@ -401,7 +424,9 @@ def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
         waiting = [ServiceCall(f"x:{n}", "x", n, "bob", "forward", b"", b"") for n in range(3)]
         for call in waiting[:2]:
             service.ledger.add(call, most=2)
-        with pytest.raises(Refused, match=r"2 calls wait already, which is the tenant's quota \(calls\)") as caught:
+        with pytest.raises(
+            Refused, match=r"2 calls wait already, which is the tenant's quota \(calls\)"
+        ) as caught:
             service.ledger.add(waiting[2], most=2)
         assert caught.value.status == 429  # which clients send again
 
@@ -410,13 +435,28 @@ def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
     ("what", "reason"),
     [
         ({"data": [datum([1, 2, 3])], "loss_fn": "dro"}, "loss_fn 'dro': this service has cross_entropy, "),
-        ({"data": [datum([1, 2, 3])], "loss_fn": "ppo"}, r"data\[0\]: logprobs is missing, and model_input has 2"),
-        ({"data": [datum([1, 2, 500])], "loss_fn": "cross_entropy"}, r"target_tokens has the token 500, and the model has tokens 0 to 101"),
-        ({"data": [datum([1] * 65)], "loss_fn": "cross_entropy"}, r"64 tokens and the last target are more than the 64"),
+        (
+            {"data": [datum([1, 2, 3])], "loss_fn": "ppo"},
+            r"data\[0\]: logprobs is missing, and model_input has 2",
+        ),
+        (
+            {"data": [datum([1, 2, 500])], "loss_fn": "cross_entropy"},
+            r"target_tokens has the token 500, and the model has tokens 0 to 101",
+        ),
+        (
+            {"data": [datum([1] * 65)], "loss_fn": "cross_entropy"},
+            r"64 tokens and the last target are more than the 64",
+        ),
         ({"data": [datum([1, 2, 3], targets=[2])], "loss_fn": "cross_entropy"}, "target_tokens has 1 values"),
-        ({"data": [datum([1, 2], weights=[1e39])], "loss_fn": "cross_entropy"}, "weights holds NaN or infinity"),
+        (
+            {"data": [datum([1, 2], weights=[1e39])], "loss_fn": "cross_entropy"},
+            "weights holds NaN or infinity",
+        ),
         ({"data": [], "loss_fn": "cross_entropy"}, "data: there is none"),
-        ({"data": [datum([1, 2])], "loss_fn": "cross_entropy", "loss_fn_config": {"x": 1.0}}, "takes no settings"),
+        (
+            {"data": [datum([1, 2])], "loss_fn": "cross_entropy", "loss_fn_config": {"x": 1.0}},
+            "takes no settings",
+        ),
     ],
 )
 def test_what_can_not_be_computed_is_refused_and_changes_nothing(
@@ -446,7 +486,9 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatc
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     both = [TenantConfig(name=name, key_variable="SERVICE_KEY") for name in ("x", "y")]
     config = made.model_copy(update={"tenants": both})
-    with pytest.raises(UsageError, match="key_variable = SERVICE_KEY: holds no key; it has to begin with tml-"):
+    with pytest.raises(
+        UsageError, match="key_variable = SERVICE_KEY: holds no key; it has to begin with tml-"
+    ):
         keys_of(config)
     monkeypatch.setenv("SERVICE_KEY", ALICE)
     with pytest.raises(UsageError, match="is also the key of 'x'; each tenant needs its own"):
@@ -455,5 +497,5 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatc
 
 def test_a_ledger_of_another_base_is_refused(base: AdapterBase, tmp_path: Path):
     ServiceLedger(tmp_path / "service.sqlite", base.digest).close()
-    with pytest.raises(UsageError, match="adapters of another base model than --model.name"):
+    with pytest.raises(UsageError, match=r"adapters of another base model than --model\.name"):
         ServiceLedger(tmp_path / "service.sqlite", "other")

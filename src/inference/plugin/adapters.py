@@ -178,6 +178,7 @@ class AdapterCopies:
 
 logger = init_logger("vllm.cairn")
 
+
 @dataclass(frozen=True)
 class Loaded:
     """A policy that requests may name. number: vLLM's own of it."""
