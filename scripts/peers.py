@@ -21,7 +21,13 @@ PROGRAMS = {
 """The dependency groups, and what tests import of each."""
 VERIFIERS = "verifiers==0.4.0"
 """Runs in a process of its own, which uv makes from its cache (tests/unit/test_verifiers.py)."""
-OTHERS = ("tests/unit/test_verifiers.py", "tests/faults/test_real_slurm.py")
+TINKER = "tinker==0.38.0"
+"""The client of the service, likewise (tests/integration/test_tinker.py)."""
+OTHERS = (
+    "tests/unit/test_verifiers.py",
+    "tests/integration/test_tinker.py",
+    "tests/faults/test_real_slurm.py",
+)
 """Files that look for their program by themselves."""
 
 
@@ -63,10 +69,11 @@ def run(arguments: list[str]) -> int:
         if subprocess.run([*sync, "--group", group]).returncode:
             missing.append(group)
     bootstrap.mend_vllm_tag()
-    fetch = ("uv", "run", "-q", "--isolated", "--no-project", "--with", VERIFIERS, "python", "-c", "")
-    bootstrap.show(*fetch)
-    if subprocess.run(fetch).returncode:
-        missing.append("verifiers")
+    for program in (VERIFIERS, TINKER):
+        fetch = ("uv", "run", "-q", "--isolated", "--no-project", "--with", program, "python", "-c", "")
+        bootstrap.show(*fetch)
+        if subprocess.run(fetch).returncode:
+            missing.append(program.partition("=")[0])
     chosen = [] if any(Path(one.partition("::")[0]).exists() for one in arguments) else files(bootstrap.ROOT)
     command = ("uv", "run", "--no-sync", "pytest", "-n", "2", "--dist", "loadgroup", *chosen, *arguments)
     bootstrap.show(*command)

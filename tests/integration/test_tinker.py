@@ -1,7 +1,7 @@
 """The service with a server for samples: what clients sample is what they have trained.
 
-The real package is the client where uv has it in its cache, or finds it at once (`scripts/test --peers` fetches
-it), and tinker-cookbook's loops run where CAIRN_TINKER_PYTHON names a Python that has it.
+The real package is the client where uv has it in its cache, as `scripts/test --peers` sees to.
+tinker-cookbook's loops run where CAIRN_TINKER_PYTHON names a Python that has it.
 """
 
 import json
@@ -119,11 +119,8 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     for name, one in found.items():
         assert sample(client, one, 5)["sequences"] == answers[name]["sequences"]
     assert sample(client, base, 5)["sequences"] == plain["sequences"]
-    for how, reason in (
-        ({"top_k": 3}, "top_k = 3"),
-        ({"stop": []}, "stop = "),
-        ({"max_tokens": 0}, "max_tokens = 0"),
-    ):
+    wrong = {"top_k = 3": {"top_k": 3}, "stop = ": {"stop": []}, "max_tokens = 0": {"max_tokens": 0}}
+    for reason, how in wrong.items():
         with pytest.raises(ServiceRefusal, match=reason):
             sample(client, base, 9, how=how)
 

@@ -16,7 +16,7 @@ SOURCES = Path(cairn.__file__).parent
 FLOORS = (
     ("api",),
     ("launch",),
-    ("evaluate", "tools", "watch"),
+    ("evaluate", "service", "tools", "watch"),
     ("trainer", "orchestrator", "inference"),
     ("endpoint", "formats", "policy", "remote"),
     ("model",),
