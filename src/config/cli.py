@@ -18,7 +18,6 @@ from cairn.config.arguments import Arguments, Layer, take_apart
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
-from cairn.config.service import ServiceConfig
 from cairn.config.settings import BaseConfig, Setting, settings_of
 from cairn.config.shared import CommandConfig
 from cairn.run.errors import UsageError, one_of
@@ -31,7 +30,6 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
     "eval": EvaluateConfig,
-    "service": ServiceConfig,
 }
 """The configuration class of each command."""
 

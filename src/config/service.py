@@ -57,7 +57,7 @@ class TenantConfig(BaseConfig):
 class ServiceConfig(CommandConfig):
     """Serves the Tinker API: clients train adapters of one base side by side, and sample from them."""
 
-    command: ClassVar[str] = "service"
+    command: ClassVar[str] = "cairn service"
     unlisted = frozenset({"machine"})
     names: list[str] = []
     """Names by which clients may ask for the model (default: model.name, and the name of its folder)."""

@@ -37,8 +37,8 @@ from cairn.service.ledger import (
     ServiceLedger,
 )
 from cairn.service.records import Handler, RecordRoutes, body_of
-from cairn.service.sampler import SampleAsked, Sampler
-from cairn.service.wire import PROTO, Refused, passed_json, read_pass, sampled_json, taken
+from cairn.service.sampler import SampleAsked, SampleServer
+from cairn.service.wire import PROTO, CallRefused, passed_json, read_pass, sampled_json, taken
 from cairn.service.worker import JSON_BODY, PROTO_BODY, CallWorker, failure
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ class ServiceApi:
         self._keys, self._ledger, self._end_tokens = keys, ledger, end_tokens
         self._records = RecordRoutes(names[0], folder, ledger)
         self._worker: CallWorker | None = None
-        self._sampler: Sampler | None = None
+        self._sampler: SampleServer | None = None
         self._events: dict[str, asyncio.Event] = {}
         self._sampling: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def begin(self, worker: CallWorker, sampler: Sampler | None) -> None:
+    def begin(self, worker: CallWorker, sampler: SampleServer | None) -> None:
         """Take up the calls that wait in the ledger; `sampler`: None if nobody samples."""
         self._loop = asyncio.get_running_loop()
         self._worker, self._sampler = worker, sampler
@@ -148,9 +148,11 @@ class ServiceApi:
             tenant = next((one for key, one in self._keys.items() if hmac.compare_digest(key, digest)), None)
             try:
                 if tenant is None:
-                    raise Refused("X-API-Key: no tenant of this service has this key (TINKER_API_KEY)", 401)
+                    raise CallRefused(
+                        "X-API-Key: no tenant of this service has this key (TINKER_API_KEY)", 401
+                    )
                 return await handler(request, tenant)
-            except Refused as refused:
+            except CallRefused as refused:
                 return web.json_response(
                     {"detail": str(refused), "error": str(refused)}, status=refused.status
                 )
@@ -228,7 +230,7 @@ class ServiceApi:
 
     def _check_name(self, name: object) -> None:
         if name not in self._names:
-            raise Refused(f"base_model {name!r}: this service has {', '.join(self._names)}", 400)
+            raise CallRefused(f"base_model {name!r}: this service has {', '.join(self._names)}", 400)
 
     async def _delete(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         path = f"tinker://{request.match_info['model']}/{request.match_info['checkpoint']}"
@@ -243,13 +245,15 @@ class ServiceApi:
         self._check_name(body.get("base_model"))
         optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
         if optimizer != "adamw":
-            raise Refused(f"optimizer_config: {optimizer!r} is given, and this service has adamw")
+            raise CallRefused(f"optimizer_config: {optimizer!r} is given, and this service has adamw")
         lora = body.get("lora_config")
         if not isinstance(lora, dict):
-            raise Refused("lora_config: this service trains adapters, so it has to be given")
+            raise CallRefused("lora_config: this service trains adapters, so it has to be given")
         rank = taken(lora, "rank", int)
         if not 1 <= rank <= self._config.max_rank:
-            raise Refused(f"lora_config: rank = {rank} is not from 1 to {self._config.max_rank} (max_rank)")
+            raise CallRefused(
+                f"lora_config: rank = {rank} is not from 1 to {self._config.max_rank} (max_rank)"
+            )
         which = {name: bool(lora.get(name, True)) for name in ("train_mlp", "train_attn")}
         return await self._new_model(tenant, body, CREATE, {"rank": rank, "seed": lora.get("seed"), **which})
 
@@ -302,11 +306,11 @@ class ServiceApi:
         body = await body_of(request)
         name = body.get("path")
         if name is not None and (not isinstance(name, str) or not name or "/" in name or len(name) > 200):
-            raise Refused(
+            raise CallRefused(
                 f"path: {str(name)[:80]!r} is no name of a checkpoint: up to 200 characters without /"
             )
         if body.get("kind", "snapshot") != "snapshot":
-            raise Refused(
+            raise CallRefused(
                 f"kind: {body['kind']!r} is given, and this service has 'snapshot', whose weights stay"
             )
         return await self._of_model(tenant, kind, body)
@@ -363,7 +367,7 @@ class ServiceApi:
     async def _sample(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         body = await body_of(request)
         if self._sampler is None:
-            raise Refused("this service does not sample (sampling = 'off')")
+            raise CallRefused("this service does not sample (sampling = 'off')")
         SampleAsked.of(body)
         sampler = body.get("sampling_session_id")
         if sampler is None:  # a session of its own, for clients that know none
@@ -389,7 +393,7 @@ class ServiceApi:
         state = FAILED
         try:
             if self._sampler is None:
-                raise Refused("this service does not sample (sampling = 'off')")
+                raise CallRefused("this service does not sample (sampling = 'off')")
             asked = SampleAsked.of(json.loads(call.body or b"{}"))
             if not asked.stop_tokens and not asked.stop_texts:
                 asked = asked.ending_with(self._end_tokens)
@@ -399,7 +403,7 @@ class ServiceApi:
                 weights, version = Path(self._config.output_dir) / saved.folder, saved.call
             answer = await self._sampler.sample(asked, weights, version, call.id)
             state = DONE
-        except Refused as error:
+        except CallRefused as error:
             answer = failure(str(error), "user")
         except ServerUnavailable as error:
             answer = failure(f"the inference server does not answer: {error}", "server")
@@ -443,13 +447,13 @@ def _unpacked(body: bytes) -> bytes:
     """A body that was compressed.
 
     Raises:
-        Refused: it is too large, or damaged.
+        CallRefused: it is too large, or damaged.
     """
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             whole = reader.read(LARGEST_BODY + 1)
     except zstandard.ZstdError as error:
-        raise Refused(f"the body is not zstd, as Content-Encoding says: {error}") from None
+        raise CallRefused(f"the body is not zstd, as Content-Encoding says: {error}") from None
     if len(whole) > LARGEST_BODY:
-        raise Refused(f"the body has more than {LARGEST_BODY} bytes", 413)
+        raise CallRefused(f"the body has more than {LARGEST_BODY} bytes", 413)
     return whole

@@ -26,7 +26,7 @@ from cairn.run.output import printable
 from cairn.run.signals import on_stop_signals
 from cairn.service.api import ServiceApi
 from cairn.service.ledger import ServiceLedger
-from cairn.service.sampler import Sampler
+from cairn.service.sampler import SampleServer
 from cairn.service.trainees import AdapterBase
 from cairn.service.worker import CallWorker
 from cairn.trainer.group import RankGroup
@@ -82,8 +82,12 @@ async def _serve(
     loop = asyncio.get_running_loop()
     sampler = None
     if config.sampling != "off":
-        sampler = Sampler(config, folder, await asyncio.to_thread(_plain, config, base))
-    with on_stop_signals(lambda _: loop.call_soon_threadsafe(stopped.set)):
+        sampler = SampleServer(config, folder, await asyncio.to_thread(_plain, config, base))
+
+    def stop(_: str) -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    with on_stop_signals(stop):
         try:
             if sampler is not None:
                 await asyncio.to_thread(sampler.start)

@@ -11,14 +11,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from cairn.run.errors import UsageError
 from cairn.run.file_system import journal_mode
 from cairn.run.files import make_folders
-from cairn.service.wire import Refused
+from cairn.service.wire import CallRefused
 
 FORMAT = 1
 WAITING, DONE, FAILED = "waiting", "done", "failed"
@@ -163,13 +163,13 @@ class ServiceLedger:
         """What the client has said of a session.
 
         Raises:
-            Refused: the tenant has none with this id (404), or it is finished (410).
+            CallRefused: the tenant has none with this id (404), or it is finished (410).
         """
         rows = self._rows("SELECT about, finished FROM sessions WHERE id = ? AND tenant = ?", session, tenant)
         if not rows:
-            raise Refused(f"session_id: there is no session {session!r}", 404)
+            raise CallRefused(f"session_id: there is no session {session!r}", 404)
         if rows[0][1]:
-            raise Refused(f"session_id: session {session!r} is finished; create another one", 410)
+            raise CallRefused(f"session_id: session {session!r} is finished; create another one", 410)
         return json.loads(rows[0][0])
 
     def sessions(self, tenant: str) -> list[str]:
@@ -194,11 +194,11 @@ class ServiceLedger:
         """A model; with `tenant`, one of this tenant.
 
         Raises:
-            Refused: there is none (404).
+            CallRefused: there is none (404).
         """
         found = self.models("id = ?", model)
         if not found or tenant not in (None, found[0].tenant):
-            raise Refused(f"model_id: there is no model {model!r}", 404)
+            raise CallRefused(f"model_id: there is no model {model!r}", 404)
         return found[0]
 
     def models(self, where: str, *values: object) -> list[ModelRecord]:
@@ -209,8 +209,8 @@ class ServiceLedger:
             *values,
         )
         return [
-            ModelRecord(*row[:3], json.loads(row[3]), json.loads(row[4]), row[5], bool(row[6]))
-            for row in rows
+            ModelRecord(id, tenant, session, json.loads(lora), json.loads(metadata), created, bool(gone))
+            for id, tenant, session, lora, metadata, created, gone in rows
         ]
 
     def forget_model(self, model: str) -> None:
@@ -233,14 +233,14 @@ class ServiceLedger:
             The call as it is in the ledger: if the client has sent it before, with what came of it.
 
         Raises:
-            Refused: its number was another call's (400), or does not follow the last one's, since an earlier
-                call is still on its way (409), or it is one too many (429).
+            CallRefused: its number was another call's (400), or does not follow the last one's, since an
+                earlier call is still on its way (409), or it is one too many (429).
         """
         with self._writing() as database:
             before = self._call(database, "owner = ? AND seq = ?", call.owner, call.seq)
             if before is not None:
                 if before.digest != call.digest:
-                    raise Refused(
+                    raise CallRefused(
                         f"seq_id {call.seq} of {call.owner} was another call: each has a number of its own"
                     )
                 return before
@@ -248,14 +248,14 @@ class ServiceLedger:
                 self._check_turn(database, call)
             waiting = "SELECT count(*) FROM calls WHERE state = 'waiting' AND tenant = ?"
             if database.execute(waiting, (call.tenant,)).fetchone()[0] >= most:
-                raise Refused(
+                raise CallRefused(
                     f"{most} calls wait already, which is the tenant's quota (calls); send it again later",
                     429,
                 )
             if model is not None:
                 there = "SELECT count(*) FROM models WHERE tenant = ? AND NOT gone"
                 if database.execute(there, (call.tenant,)).fetchone()[0] >= models:
-                    raise Refused(
+                    raise CallRefused(
                         f"{models} models are there already, which is the tenant's quota (models); unload one"
                     )
                 row = (
@@ -292,7 +292,7 @@ class ServiceLedger:
         last = database.execute("SELECT max(seq) FROM calls WHERE owner = ?", (call.owner,)).fetchone()[0]
         expected = 0 if last is None else last + 1
         if call.seq != expected:
-            raise Refused(
+            raise CallRefused(
                 f"seq_id {call.seq} of {call.owner} came before {expected}, and calls of a model are taken "
                 "in their order; send it again once that one is answered",
                 409,
@@ -306,14 +306,14 @@ class ServiceLedger:
         """A call of a tenant.
 
         Raises:
-            Refused: there is none with this id (404), or its answer was kept for long enough (410).
+            CallRefused: there is none with this id (404), or its answer was kept for long enough (410).
         """
         with self._lock:
             found = self._call(self._database, "id = ? AND tenant = ?", id, tenant)
         if found is None:
-            raise Refused(f"request_id: there is no request {id!r}", 404)
+            raise CallRefused(f"request_id: there is no request {id!r}", 404)
         if found.state != WAITING and found.answer is None:
-            raise Refused(f"request_id: the answer to {id!r} was kept for answer_hours, and is gone", 410)
+            raise CallRefused(f"request_id: the answer to {id!r} was kept for answer_hours, and is gone", 410)
         return found
 
     @staticmethod
@@ -399,11 +399,11 @@ class ServiceLedger:
         """The path of the weights from which a sampling session samples; None: the base.
 
         Raises:
-            Refused: the tenant has none with this id (404).
+            CallRefused: the tenant has none with this id (404).
         """
         rows = self._rows("SELECT path FROM samplers WHERE id = ? AND tenant = ?", id, tenant)
         if not rows:
-            raise Refused(f"sampling_session_id: there is no sampling session {id!r}", 404)
+            raise CallRefused(f"sampling_session_id: there is no sampling session {id!r}", 404)
         return rows[0][0]
 
     def join_sampler(self, id: str, tenant: str) -> int:
@@ -423,17 +423,19 @@ class ServiceLedger:
         """A checkpoint of a tenant that has not expired.
 
         Raises:
-            Refused: there is none (404).
+            CallRefused: there is none (404).
         """
         found = self.checkpoints("path = ? AND tenant = ?", path, tenant)
         if not found or (found[0].expires is not None and found[0].expires < time.time()):
-            raise Refused(f"path: there is no checkpoint {path!r}", 404)
+            raise CallRefused(f"path: there is no checkpoint {path!r}", 404)
         return found[0]
 
     def checkpoints(self, where: str, *values: object) -> list[SavedWeights]:
         """Those for which a condition of SQL holds, the newest first."""
         rows = self._rows(f"SELECT * FROM checkpoints WHERE {where} ORDER BY created DESC, path", *values)
-        return [SavedWeights(*row[:-1], json.loads(row[-1])) for row in rows]
+        names = [one.name for one in fields(SavedWeights)]
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        return [SavedWeights(**{**one, "metadata": json.loads(one["metadata"])}) for one in found]
 
     def remove_checkpoint(self, path: str) -> None:
         """Record that a checkpoint is deleted."""

@@ -138,6 +138,6 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     """The JSON object that a request has as its body.
 
     Raises:
-        Refused: it has none.
+        CallRefused: it has none.
     """
     return read_json(await request.read())

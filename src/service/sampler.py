@@ -19,7 +19,7 @@ from cairn.policy.errors import RequestRefused, ServerUnavailable, WeightsAltere
 from cairn.policy.generation import SamplingParams, ServedAdapter
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
-from cairn.service.wire import Refused, prompt_of, sampled, taken
+from cairn.service.wire import CallRefused, prompt_of, sampled, taken
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SampleAsked:
         """Of a request's fields.
 
         Raises:
-            Refused: something is missing, out of bounds, or not to be had here.
+            CallRefused: something is missing, out of bounds, or not to be had here.
         """
         how = taken(body, "sampling_params", dict)
         for name, off in (
@@ -58,25 +58,27 @@ class SampleAsked:
             ("prompt_logprobs_last_n", (None,)),
         ):
             if body.get(name) not in off:
-                raise Refused(f"{name} = {str(body[name])[:40]}: this service does not have it; leave it out")
+                raise CallRefused(
+                    f"{name} = {str(body[name])[:40]}: this service does not have it; leave it out"
+                )
         if how.get("top_k", -1) not in (-1, 0, None):
-            raise Refused(
+            raise CallRefused(
                 f"sampling_params: top_k = {how['top_k']!r}: this service samples from all tokens or by top_p"
             )
         stop = how.get("stop")
         stops = [stop] if isinstance(stop, str) else stop
         if stops == []:
-            raise Refused(
+            raise CallRefused(
                 "sampling_params: stop = []: samples end with the model's end token; leave stop out"
             )
         texts = tuple(one for one in stops or () if isinstance(one, str))
         tokens = tuple(one for one in stops or () if isinstance(one, int))
         count = body.get("num_samples", 1)
         if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
-            raise Refused(f"num_samples = {count!r} is not a number from 1 to {MOST_SAMPLES}")
+            raise CallRefused(f"num_samples = {count!r} is not a number from 1 to {MOST_SAMPLES}")
         most, seed = how.get("max_tokens"), how.get("seed")
         if most is not None and (not isinstance(most, int) or most < 1):
-            raise Refused(f"sampling_params: max_tokens = {most!r} is not a number of tokens")
+            raise CallRefused(f"sampling_params: max_tokens = {most!r} is not a number of tokens")
         return cls(
             prompt_of(taken(body, "prompt", dict)),
             count,
@@ -97,11 +99,11 @@ class SampleAsked:
 def _number(how: dict[str, Any], name: str, default: float) -> float:
     value = how.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise Refused(f"sampling_params: {name} = {value!r} is not a number from 0")
+        raise CallRefused(f"sampling_params: {name} = {value!r} is not a number from 0")
     return float(value)
 
 
-class Sampler:
+class SampleServer:
     """A server, and the adapters that it has. For one event loop."""
 
     def __init__(self, config: ServiceConfig, model: Path, plain: Path):
@@ -150,7 +152,7 @@ class Sampler:
             id: of the request, from which the seed is drawn if the client gives none.
 
         Raises:
-            Refused: the server can't do what is asked.
+            CallRefused: the server can't do what is asked.
             ServerUnavailable: it does not answer.
         """
         seed = derive(self._config.seed, "service_sample", id) if asked.seed is None else asked.seed
@@ -161,9 +163,9 @@ class Sampler:
                 )
                 return await self._ask(asked, adapter, seed)
             except RequestRefused as error:
-                raise Refused(f"the server refuses the request: {error}") from None
+                raise CallRefused(f"the server refuses the request: {error}") from None
             except (WeightsRefused, WeightsAltered) as error:
-                raise Refused(f"the server refuses the weights: {error}") from None
+                raise CallRefused(f"the server refuses the weights: {error}") from None
             except ServerUnavailable as error:
                 self._has.pop(version, None)
                 if again + 1 == TRIES:
@@ -176,7 +178,7 @@ class Sampler:
         assert self._status is not None, "it has said which adapters it has"
         room = (self._status.max_model_len or len(asked.prompt) + 1) - len(asked.prompt)
         if room < 1:
-            raise Refused(
+            raise CallRefused(
                 f"prompt: its {len(asked.prompt)} tokens leave no room: the model takes "
                 f"{self._status.max_model_len}"
             )
@@ -205,7 +207,7 @@ class Sampler:
             if self._status is None:
                 self._status = await self._client.status()
                 if not self._status.max_loras:
-                    raise Refused(
+                    raise CallRefused(
                         f"inference_url {self._client.url}: the server computes no adapters; start it with "
                         f"--max-lora-rank {self._config.max_rank}"
                     )
@@ -215,7 +217,7 @@ class Sampler:
                 self._has.clear()
             self._status, adapter = status, status.served_adapter
             if adapter is None:
-                raise Refused(
+                raise CallRefused(
                     f"inference_url {self._client.url}: the server has merged the adapter into its model"
                 )
             self._has[version] = adapter

@@ -24,7 +24,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.batches import TARGETS, WEIGHTS, Sample
 from cairn.run.files import make_folders, sync
 from cairn.run.seeds import derive
-from cairn.service.wire import Datum, Pass, Refused, passed
+from cairn.service.wire import CallRefused, Datum, Pass, passed
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.cispo import Cispo
 from cairn.trainer.losses.loss import Loss, LossInputs, LossSums
@@ -79,23 +79,23 @@ def loss_of(request: Pass) -> tuple[ServedLoss, Loss]:
     """The loss that a request names.
 
     Raises:
-        Refused: there is no such loss here, or no such setting of it.
+        CallRefused: there is no such loss here, or no such setting of it.
     """
     found = LOSSES.get(request.loss_fn)
     if found is None:
-        raise Refused(
+        raise CallRefused(
             f"loss_fn {request.loss_fn!r}: this service has {', '.join(LOSSES)}; forward_backward_custom "
             "takes any function of the logprobs"
         )
     for name, value in request.config.items():
         if name not in found.settings or not isinstance(value, int | float) or not math.isfinite(value):
             there = ", ".join(found.settings) or "no settings"
-            raise Refused(
+            raise CallRefused(
                 f"loss_fn_config {name} = {value!r}: {request.loss_fn} takes {there}, which are numbers"
             )
     given = {**found.settings, **{name: float(value) for name, value in request.config.items()}}
     if given.get("clip_low_threshold", 0.0) > given.get("clip_high_threshold", math.inf):
-        raise Refused("loss_fn_config: clip_low_threshold is above clip_high_threshold")
+        raise CallRefused("loss_fn_config: clip_low_threshold is above clip_high_threshold")
     return found, found.make(given)
 
 
@@ -115,19 +115,19 @@ class AdamStep:
         """Of a request's fields.
 
         Raises:
-            Refused: one is unknown, or out of bounds.
+            CallRefused: one is unknown, or out of bounds.
         """
         if given.get("type", "adamw") not in ("adam", "adamw"):
-            raise Refused(f"optimizer {given['type']!r}: this service has adamw")
+            raise CallRefused(f"optimizer {given['type']!r}: this service has adamw")
         values = {name: value for name, value in given.items() if name != "type"}
         if unknown := values.keys() - cls.__dataclass_fields__.keys():
-            raise Refused(
+            raise CallRefused(
                 f"adam_params: {min(unknown)} is no setting; there are {', '.join(cls.__dataclass_fields__)}"
             )
         for name, value in values.items():
             most = 1.0 if name.startswith("beta") else math.inf
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
-                raise Refused(f"adam_params: {name} = {value!r} is not a number from 0 to below {most}")
+                raise CallRefused(f"adam_params: {name} = {value!r} is not a number from 0 to below {most}")
         return cls(**{name: float(value) for name, value in values.items()})
 
 
@@ -154,13 +154,13 @@ class ClientModel:
             The answer: logprobs of each sample's targets, and the sum of the loss.
 
         Raises:
-            Refused: the request does not fit, and nothing was computed.
+            CallRefused: the request does not fit, and nothing was computed.
         """
         served, loss = loss_of(request)
         state, config = self.state, self.state.config
         samples = [self._sample(one, served, place) for place, one in enumerate(request.data)]
         if not samples:
-            raise Refused("data: there is none")
+            raise CallRefused("data: there is none")
         groups = group_rows(
             [len(one.token_ids) for one in samples],
             row_length=config.seq_len,
@@ -199,24 +199,24 @@ class ClientModel:
         """The tokens of a datum and its last target, with what the loss needs of each of them.
 
         Raises:
-            Refused: it lacks something, or is too long.
+            CallRefused: it lacks something, or is too long.
         """
         where, count = f"data[{place}]", len(datum.tokens)
         size = self.state.policy.module.config.get_text_config().vocab_size
         targets = datum.inputs.get("target_tokens")
         if targets is None or len(targets) != count:
             what = "is missing" if targets is None else f"has {len(targets)} values"
-            raise Refused(
+            raise CallRefused(
                 f"{where}: target_tokens {what}, and model_input has {count} tokens; one for each is needed"
             )
         if count + 1 > self.state.config.seq_len:
-            raise Refused(
+            raise CallRefused(
                 f"{where}: {count} tokens and the last target are more than the {self.state.config.seq_len} "
                 "that this service takes (seq_len)"
             )
         for name, ids in (("model_input", datum.tokens), ("target_tokens", targets)):
             if (bad := ids[(ids < 0) | (ids >= size)]).size:
-                raise Refused(
+                raise CallRefused(
                     f"{where}: {name} has the token {bad[0]}, and the model has tokens 0 to {size - 1}"
                 )
         columns: dict[str, Any] = {TARGETS: _shifted(targets, np.int32)}
@@ -226,11 +226,11 @@ class ClientModel:
                 values = np.ones(count, np.float32)
             if values is None or len(values) != count:
                 what = "is missing" if values is None else f"has {len(values)} values"
-                raise Refused(
+                raise CallRefused(
                     f"{where}: {name} {what}, and model_input has {count} tokens; one for each is needed"
                 )
             if not np.isfinite(values).all():
-                raise Refused(f"{where}: {name} holds NaN or infinity")
+                raise CallRefused(f"{where}: {name} holds NaN or infinity")
             columns[name] = _shifted(values, np.float32)
         token_ids = np.append(datum.tokens, targets[-1]).astype(np.int32)
         return Sample(token_ids, np.ones(count + 1, np.bool_), columns)
@@ -239,14 +239,14 @@ class ClientModel:
         """Change the weights by the gradients, which are gone then; returns metrics.
 
         Raises:
-            Refused: the gradient is not finite: the weights stay, and the gradients are gone.
+            CallRefused: the gradient is not finite: the weights stay, and the gradients are gone.
         """
         state = self.state
         optimizer = state.policy.optimizer
         norm = state.backend.norm_and_clip(state.policy, how.grad_clip_norm or math.inf).item()
         if not math.isfinite(norm):
             self.drop_gradients()
-            raise Refused(
+            raise CallRefused(
                 f"the gradient's norm is {norm}: the weights stay as they were, and the gradients are dropped"
             )
         for group in optimizer.param_groups:
@@ -366,7 +366,7 @@ class AdapterBase:
             lora: its `rank` and `seed`, and with `train_attn` or `train_mlp` False what it leaves out.
 
         Raises:
-            Refused: nothing would be trained.
+            CallRefused: nothing would be trained.
         """
         settings = self._settings(lora)
         adapter = adapter_beside(self._first, self.folder, settings, self._group)
@@ -389,7 +389,7 @@ class AdapterBase:
             ]
             targets = kept if lora.get("train_attn", True) or lora.get("train_mlp", True) else []
             if not targets:
-                raise Refused(
+                raise CallRefused(
                     "lora_config: with train_attn and train_mlp off nothing is trained in this model"
                 )
         return SFTConfig.model_validate(

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from cairn.run.errors import CairnError
 
 
-class Refused(CairnError):
+class CallRefused(CairnError):
     """What a client asks for can't be done, and the reason says what to change.
 
     Args:
@@ -76,7 +76,7 @@ def _classes() -> dict[str, Any]:
         message = file.message_type.add(name=name)
         for one in filter(None, fields.split("; ")):
             *label, kind, called, number = one.split()
-            made = message.field.add(name=called, number=int(number))
+            made: Any = message.field.add(name=called, number=int(number))  # of whole numbers
             made.label = 3 if label == ["repeated"] else 1
             if kind in _KINDS:
                 made.type = _KINDS[kind]
@@ -130,14 +130,14 @@ def read_pass(body: bytes, *, proto: bool, forward_only: bool = False) -> Pass:
     """Of a request's body.
 
     Raises:
-        Refused: it can't be read, or has what this service does not take; the reason says what.
+        CallRefused: it can't be read, or has what this service does not take; the reason says what.
     """
     if proto:
         message = MESSAGES["ForwardBackwardRequest"]()
         try:
             message.ParseFromString(body)
         except DecodeError as error:
-            raise Refused(f"the body is no forward_backward request: {error}") from None
+            raise CallRefused(f"the body is no forward_backward request: {error}") from None
         config: dict[str, float | str] = {one.key: one.value for one in message.loss_fn_config}
         for one in message.loss_fn_config_v2:
             config[one.key] = one.value.text if one.value.HasField("text") else one.value.number
@@ -173,14 +173,14 @@ def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body is.
 
     Raises:
-        Refused: it is none.
+        CallRefused: it is none.
     """
     try:
         found = json.loads(body or b"{}")
     except ValueError as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise CallRefused(f"the body is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Refused(f"the body is {type(found).__name__}, and should be an object")
+        raise CallRefused(f"the body is {type(found).__name__}, and should be an object")
     return found
 
 
@@ -188,11 +188,11 @@ def taken(found: Any, name: str, kind: type[Any]) -> Any:
     """A field of a JSON object.
 
     Raises:
-        Refused: it is missing, or of another type.
+        CallRefused: it is missing, or of another type.
     """
     value = found.get(name) if isinstance(found, dict) else None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise Refused(f"{name}: {str(value)[:80]!r} is given, and {kind.__name__} is wanted")
+        raise CallRefused(f"{name}: {str(value)[:80]!r} is given, and {kind.__name__} is wanted")
     return value
 
 
@@ -200,7 +200,7 @@ def prompt_of(model_input: Any) -> list[int]:
     """The tokens of a JSON `ModelInput`.
 
     Raises:
-        Refused: it has other chunks than text, or none.
+        CallRefused: it has other chunks than text, or none.
     """
     chunks = [_json_chunk(chunk) for chunk in taken(model_input, "chunks", list)]
     return _joined(chunks).tolist()
@@ -209,13 +209,13 @@ def prompt_of(model_input: Any) -> list[int]:
 def _joined(chunks: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     tokens = np.concatenate(chunks) if chunks else np.empty(0, np.int64)
     if not len(tokens):
-        raise Refused("model_input has no tokens")
+        raise CallRefused("model_input has no tokens")
     return tokens
 
 
 def _proto_chunk(chunk: Any) -> npt.NDArray[np.int64]:
     if not chunk.HasField("encoded_text"):
-        raise Refused(
+        raise CallRefused(
             "model_input: only chunks of text (EncodedTextChunk) are taken; this service has no images"
         )
     return np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64)
@@ -224,11 +224,11 @@ def _proto_chunk(chunk: Any) -> npt.NDArray[np.int64]:
 def _json_chunk(chunk: Any) -> npt.NDArray[np.int64]:
     kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
     if kind != "encoded_text":
-        raise Refused(f"model_input: only chunks of text (encoded_text) are taken, and one is {kind!r}")
+        raise CallRefused(f"model_input: only chunks of text (encoded_text) are taken, and one is {kind!r}")
     try:
         return np.array(taken(chunk, "tokens", list), np.int64)
     except (ValueError, TypeError, OverflowError):
-        raise Refused("model_input: tokens are not all whole numbers") from None
+        raise CallRefused("model_input: tokens are not all whole numbers") from None
 
 
 SPARSE = (
@@ -238,25 +238,28 @@ SPARSE = (
 
 def _proto_tensor(name: str, tensor: Any) -> npt.NDArray[Any]:
     if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
-        raise Refused(SPARSE.format(name=name))
+        raise CallRefused(SPARSE.format(name=name))
     if tensor.dtype not in DTYPES:
-        raise Refused(f"loss_fn_inputs {name!r}: the data type {tensor.dtype} is neither float32 nor int64")
+        raise CallRefused(
+            f"loss_fn_inputs {name!r}: the data type {tensor.dtype} is neither float32 nor int64"
+        )
     try:
         return np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
     except ValueError as error:
-        raise Refused(f"loss_fn_inputs {name!r}: {error}") from None
+        raise CallRefused(f"loss_fn_inputs {name!r}: {error}") from None
 
 
 def _json_tensor(name: str, tensor: Any) -> npt.NDArray[Any]:
     dtype = taken(tensor, "dtype", str)
     if tensor.get("sparse_crow_indices") is not None or len(tensor.get("shape") or [0]) > 1:
-        raise Refused(SPARSE.format(name=name))
+        raise CallRefused(SPARSE.format(name=name))
     if dtype not in OF_JSON:
-        raise Refused(f"loss_fn_inputs {name!r}: the data type {dtype!r} is neither float32 nor int64")
+        raise CallRefused(f"loss_fn_inputs {name!r}: the data type {dtype!r} is neither float32 nor int64")
     try:
-        return np.array(taken(tensor, "data", list), OF_JSON[dtype])
+        with np.errstate(over="ignore"):  # what float32 has no room for is infinity, which losses refuse
+            return np.array(taken(tensor, "data", list), OF_JSON[dtype])
     except (ValueError, TypeError, OverflowError) as error:
-        raise Refused(f"loss_fn_inputs {name!r}: {error}") from None
+        raise CallRefused(f"loss_fn_inputs {name!r}: {error}") from None
 
 
 # Answers: written once as protocol buffers, which are kept, and read again for clients that want JSON.

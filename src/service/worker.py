@@ -42,7 +42,7 @@ from cairn.service.ledger import (
     ServiceLedger,
 )
 from cairn.service.trainees import AdamStep, AdapterBase, ClientModel
-from cairn.service.wire import Refused, read_pass
+from cairn.service.wire import CallRefused, read_pass
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class CallWorker:
         try:
             answer, more = self._answer(call)
             state = DONE
-        except (Refused, CheckpointError, ModelLost, UsageError) as error:
+        except (CallRefused, CheckpointError, ModelLost, UsageError) as error:
             state, answer = FAILED, failure(str(error), "user")
         except Exception as error:  # the client is told; what is in memory may be half done
             logger.exception("call %s failed", call.id)
@@ -155,7 +155,7 @@ class CallWorker:
             self._ledger.forget_model(call.owner)
             return _json(model_id=call.owner, type=UNLOAD), {}
         if self._ledger.model(call.owner).gone:
-            raise Refused(f"model_id: model {call.owner} is unloaded, or its session is finished")
+            raise CallRefused(f"model_id: model {call.owner} is unloaded, or its session is finished")
         resident = self._taken(call.owner, call.seq)
         if call.kind in (*CHANGING, FORWARD):
             return self._change(resident, call), {}
@@ -174,7 +174,7 @@ class CallWorker:
         if call.kind == STEP:
             try:
                 metrics = model.update(AdamStep.of(asked))
-            except Refused:
+            except CallRefused:
                 model.drop_gradients()  # as when the call is computed again
                 raise
             resident.updated = call.seq
@@ -183,7 +183,9 @@ class CallWorker:
             saved = self._ledger.checkpoint(asked["path"], call.tenant)
             training = bool(asked["optimizer"])
             if training and saved.kind != "training":
-                raise Refused(f"path: {saved.path} has weights for samplers, without the optimiser's state")
+                raise CallRefused(
+                    f"path: {saved.path} has weights for samplers, without the optimiser's state"
+                )
             model.read(self._folder(saved), training=training)
             resident.updated = call.seq
             return _json(path=saved.path, model_id=call.owner, type=LOAD)
@@ -273,7 +275,7 @@ class CallWorker:
         """Save a checkpoint under the name that a client gives.
 
         Raises:
-            Refused: the name is taken, or there is no room for it in the tenant's quota.
+            CallRefused: the name is taken, or there is no room for it in the tenant's quota.
         """
         assert call.body is not None, "it has not been executed"
         asked, training = json.loads(call.body), call.kind == SAVE
@@ -282,12 +284,12 @@ class CallWorker:
         path = f"tinker://{call.owner}/{'weights' if training else 'sampler_weights'}/{name}"
         earlier = self._ledger.checkpoints("path = ?", path)
         if earlier and training and not asked.get("overwrite"):
-            raise Refused(f"path: {path} is there already; give another name, or overwrite=True")
+            raise CallRefused(f"path: {path} is there already; give another name, or overwrite=True")
         self._remove_expired(call.tenant)
         quota = bytes_of(self._tenants[call.tenant].stored) if call.tenant in self._tenants else 0
         there = self._ledger.stored(call.tenant) - sum(one.bytes for one in earlier)
         if there + resident.model.nbytes(training=training) > quota:
-            raise Refused(
+            raise CallRefused(
                 f"path: {path} would take {resident.model.nbytes(training=training)} bytes beside the "
                 f"{there} that are stored, and the tenant's quota (stored) is {quota}; delete checkpoints"
             )

@@ -24,7 +24,7 @@ FAULTS = (
 
 
 def test_a_service_that_is_killed_at_each_point_goes_on_to_the_bit(shell: Shell, tmp_path: Path):
-    """What a client gets, and what is saved, is the same as where nothing was killed; each call counts once."""
+    """What a client gets, and what is saved, is as where nothing was killed; each call counts once."""
     port, out, once = free_port(), tmp_path / "out", tmp_path / "once"
     once.mkdir()
     for fault in FAULTS:

@@ -34,10 +34,8 @@ class Sampling:
 
     def __init__(self, command: Command, url: str, output: Path):
         self.command, self.url, self.output = command, url, output
-        self.key = command.wait_until(lambda: "TINKER_BASE_URL" in command.output and self._key())
-
-    def _key(self) -> str:
-        return (self.output / "key").read_text().strip()
+        command.wait_until(lambda: "TINKER_BASE_URL" in command.output)
+        self.key = (output / "key").read_text().strip()
 
     def environment(self) -> dict[str, str]:
         """That of the real client, which finds nothing on the network."""

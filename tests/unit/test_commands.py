@@ -32,12 +32,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_all_commands_are_listed_with_what_they_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Those installed under their own names, and new, env, chat and chaos, which would hide others."""
+    """Those installed under their own names, and those whose names would hide other programs."""
     assert run(monkeypatch, "--help") == run(monkeypatch) == 0
     shown = dict(re.findall(r"^  (\w+) +(\w.+)$", capsys.readouterr().out, re.M))
     assert shown.keys() == main.EACH.keys()
     scripts = {name for name in PROJECT["project"]["scripts"] if name != "cairn"}
-    assert main.EACH.keys() - {"new", "env", "chat", "chaos"} == scripts
+    assert main.EACH.keys() - {"new", "env", "chat", "chaos", "service"} == scripts
     assert shown["sft"] == "supervised fine-tuning"
 
 

@@ -27,7 +27,7 @@ from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
 from cairn.service.ledger import ServiceCall, ServiceLedger
 from cairn.service.trainees import LOSSES, AdamStep, AdapterBase, ClientModel
-from cairn.service.wire import MESSAGES, Datum, Pass, Refused, passed_json, read_pass
+from cairn.service.wire import MESSAGES, CallRefused, Datum, Pass, passed_json, read_pass
 from cairn.service.worker import CallWorker
 from cairn.trainer.group import RankGroup
 
@@ -158,7 +158,7 @@ def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterB
     assert {"cross_entropy", "importance_sampling", "ppo", "cispo"} == LOSSES.keys()
     draw = np.random.default_rng(7)
     model = model_of(base)
-    given = {"advantages": [draw.normal(size=n) * (np.arange(n) > 1) for n in (6, 11, 4, 17)]}
+    given: dict[str, Any] = {"advantages": [draw.normal(size=n) * (np.arange(n) > 1) for n in (6, 11, 4, 17)]}
     now = passed_json(model.compute(Pass("m", 1, asked(5).data, "cross_entropy", forward_only=True), 0))
     logprobs = [torch.tensor(one["logprobs"]["data"], requires_grad=True) for one in now["loss_fn_outputs"]]
     given["logprobs"] = [
@@ -178,11 +178,11 @@ def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterB
         }
         total = total - terms[loss].sum()
     total.backward()
-    found = passed_json(model.compute(asked(5, loss, config, **given), 1))
+    found = passed_json(model.compute(asked(5, loss=loss, config=config, **given), 1))
     assert found["metrics"]["loss:sum"] == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
     gradients = [p.grad.clone() for p in model.state.policy.trained().values() if p.grad is not None]
     model.drop_gradients()
-    surrogate = {"weights": [(-p.grad).numpy() for p in logprobs if p.grad is not None]}
+    surrogate: dict[str, Any] = {"weights": [(-p.grad).numpy() for p in logprobs if p.grad is not None]}
     model.compute(asked(5, **surrogate), 1)
     expected = [p.grad for p in model.state.policy.trained().values()]
     assert max(float(one.abs().max()) for one in gradients) > 1e-3
@@ -425,7 +425,7 @@ def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
         for call in waiting[:2]:
             service.ledger.add(call, most=2)
         with pytest.raises(
-            Refused, match=r"2 calls wait already, which is the tenant's quota \(calls\)"
+            CallRefused, match=r"2 calls wait already, which is the tenant's quota \(calls\)"
         ) as caught:
             service.ledger.add(waiting[2], most=2)
         assert caught.value.status == 429  # which clients send again
