@@ -46,6 +46,42 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # The service
+    M(
+        "a call that is sent again is told from another one of its number",
+        "ServiceLedger.add",
+        "if before.digest != call.digest:",
+        "if before.digest is call:",
+        "test_service",
+    ),
+    M(
+        "calls of a model are taken in their order",
+        "ServiceLedger._check_turn",
+        "if call.seq != expected:",
+        "if call.seq < expected:",
+        "test_service",
+    ),
+    M(
+        "a tenant does not see models of others",
+        "ServiceLedger.model",
+        "if not found or tenant not in (None, found[0].tenant):",
+        "if not found:",
+        "test_service",
+    ),
+    M(
+        "gradients on their way to an update are computed again",
+        "CallWorker._taken_up",
+        "(call.seq > at or call.kind == PASS)",
+        "call.seq > at",
+        "test_service",
+    ),
+    M(
+        "what a failed update has dropped stays dropped",
+        "CallWorker._change",
+        "model.drop_gradients()  # as when the call is computed again",
+        "pass",
+        "test_service",
+    ),
     # A package to build on
     M(
         "a name that stands for two things is refused",

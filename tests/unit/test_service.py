@@ -323,6 +323,22 @@ def test_clients_side_by_side_get_what_each_gets_alone(base: AdapterBase, tmp_pa
     assert found["beside"][1] != found["beside"][0]
 
 
+def test_a_state_saved_between_a_pass_and_its_update_is_gone_on_from(base: AdapterBase, tmp_path: Path):
+    """The gradients are in no file: a model that has made room for another one computes them again."""
+    found: list[Any] = []
+    for resident in (16, 1):
+        with Serving(settings(tmp_path / str(resident), resident_models=resident), base) as service:
+            client = LightClient(service.url, ALICE)
+            model = client.create(seed=6)
+            client.train(model, range(1))
+            client.result(client.passes(model, texts(5)))
+            client.result(client.call("save_weights", model, path="between"))
+            client.create(seed=7)
+            client.result(client.step(model))
+            found.append(client.result(client.passes(model, texts(6))))
+    assert found[0] == found[1]
+
+
 def test_checkpoints_are_saved_loaded_replaced_and_deleted(base: AdapterBase, tmp_path: Path):
     with Serving(settings(tmp_path), base) as service:
         client = LightClient(service.url, ALICE)
@@ -468,6 +484,7 @@ def test_what_can_not_be_computed_is_refused_and_changes_nothing(
         text = client.call("forward_backward", model, forward_backward_input=what)
         with refused(0, reason):
             client.result(text)
+        client.result(client.passes(model, texts(3)))  # whose gradients go with the update that fails
         with refused(0, "beta1 = 2 is not a number from 0 to below 1"):
             client.result(client.step(model, beta1=2))
         answers = client.train(model, range(2))
