@@ -81,6 +81,41 @@ MUTANTS = (
         "model.drop_gradients()  # as when the call is computed again",
         "pass",
         "test_service",
+    # Steps in memory
+    M(
+        "a step in memory is no longer whole before its bytes change",
+        "MemorySteps._run",
+        "os.ftruncate(fd, 0)",
+        "os.fstat(fd)",
+        "test_memory_steps",
+    ),
+    M(
+        "bytes in memory are compared with what was copied",
+        "_as_step",
+        "copied.chunks() != checksums[name].chunks()",
+        "copied.size != checksums[name].size",
+        "test_memory_steps",
+    ),
+    M(
+        "parts of two starts of the ranks are no step",
+        "receipt_id",
+        'f"{session}:{step}"',
+        'f"{step}"',
+        "test_memory_steps",
+    ),
+    M(
+        "the step that ranks went on from is spared",
+        "MemorySteps._find_or_start",
+        "1 - SLOTS.index(here[0])",
+        "SLOTS.index(here[0])",
+        "test_memory_steps",
+    ),
+    M(
+        "a step waits for the copy of the one before",
+        "MemorySteps.before_update",
+        "self._copied.wait()",
+        "self._copied.is_set()",
+        "test_memory_steps",
     ),
     # A package to build on
     M(

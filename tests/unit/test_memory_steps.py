@@ -73,15 +73,18 @@ def memory(folder: Path, start: int = 0, rank: MemoryRank = RANK, room: int = 1 
 
 
 def keep(steps: MemorySteps, step: int, tensors: Tensors, saves: int = 0) -> None:
-    """Keep a step, and wait for it."""
+    """Keep a step, change the tensors as soon as they may be, and wait for it."""
 
     def record() -> MemoryRecord:
         about = {**ABOUT, "parent": {"run_id": "0badcafe", "step": 3}, "world_size": steps.rank.world_size}
+        about["metrics"] = {"loss": "9" * (20 - step)}  # a record may be shorter than the one before it
         files = {"trainer/state.json": "e30K"}
         return MemoryRecord(START.id, steps.session, step, saves, about, files)
 
     steps.keep(step, tensors, record)
     steps.before_update()
+    for tensor in tensors.get("trainer/optimizer", {}).values():
+        tensor.zero_()
     steps.wait()
 
 
