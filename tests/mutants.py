@@ -81,6 +81,7 @@ MUTANTS = (
         "model.drop_gradients()  # as when the call is computed again",
         "pass",
         "test_service",
+    ),
     # Steps in memory
     M(
         "a step in memory is no longer whole before its bytes change",
