@@ -82,7 +82,7 @@ class Recipe(Described):
     be installed, with what `uv pip install` is given for each. data: names of data that --data has to give,
     with what they are. check: the stages whose first steps are compared, and how many. equal: stages whose
     last steps hold the same weights. beside: two stages each, whose curves are compared step by step. open:
-    why there are no results yet.
+    why there are no results yet. note: what the numbers do not say of themselves.
     """
 
     title: str
@@ -96,6 +96,7 @@ class Recipe(Described):
     equal: list[list[str]] = []
     beside: list[tuple[str, str]] = []
     open: str = "not run yet"
+    note: str = ""
 
 
 class CommandPart(BaseModel):
@@ -276,10 +277,16 @@ class RecipeRun:
         others = [str(seed) for seed in self.recipe.seeds if seed not in seeds]
         whole = [seed for seed in others if all(seed in by_seed for by_seed in found.values())]
         commits = {by_seed[seed]["commit"] for by_seed in found.values() for seed in whole}
+        commands = [
+            (by_seed[seed]["command"], shlex.join(self.words(self.stage(name), int(seed), here=False)))
+            for name, by_seed in found.items()
+            for seed in whole
+        ]
         changes = {
             "machine": published["machine"] != machine(),
             "versions": published["versions"] != self.versions(),
-            "recipe": any(changed_since(one, self.folder) for some in commits for one in some.split(", ")),
+            "recipe": any(then != now for then, now in commands)
+            or any(changed_since(one, self.folder) for some in commits for one in some.split(", ")),
         }
         if whole and any(changes.values()):
             what = ", ".join(name for name, changed in changes.items() if changed)

@@ -48,11 +48,12 @@ def commit(folder: Path) -> str:
 def changed_since(commit: str, folder: Path) -> bool:
     """Whether files of the recipe in `folder` may differ from those that `commit` says; see there.
 
-    Its results don't count. Of a recipe outside of this repository, the commit says nothing.
+    Its results don't count, nor does recipe.toml, whose commands the results have. Of a recipe outside of
+    this repository, the commit says nothing.
     """
     if commit.endswith("+") or not folder.resolve().is_relative_to(ROOT):
         return True
-    own = [str(folder.resolve()), ":!*/results.json", ":!*/results.png"]
+    own = [str(folder.resolve()), ":!*/results.json", ":!*/results.png", ":!*/recipe.toml"]
     command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "--", *own]
     return subprocess.run(command, capture_output=True, check=False).returncode != 0
 

@@ -87,6 +87,9 @@ def _section(name: str, recipe: "Recipe", results: Mapping[str, Any]) -> Iterato
     yield "|---|---|---|---|---|---|"
     for stage in recipe.stages:
         yield _row(stage, stages[stage.name])
+    if recipe.note:
+        yield ""
+        yield recipe.note
     if missing := _missing(recipe, stages):
         yield ""
         yield f"*Open: {missing}.* The same command runs what is missing."

@@ -102,10 +102,19 @@ def test_results_of_other_seeds_stay_while_nothing_has_changed(
     assert seeds("0", "1") == ["0", "1"]
     assert json.loads((folder / "results.json").read_text()) == both
     capsys.readouterr()
-    with (folder / "recipe.toml").open("a") as file:
-        file.write("# another line\n")
+    path = folder / "recipe.toml"
+    path.write_text('note = "It says nothing."\n' + path.read_text())
+    assert seeds("1") == ["0", "1"], "what is said of the recipe is not what it does"
+    (folder / "settings.toml").write_text("lr = 2\n")
+    for words in (["add", "-N", "mine/settings.toml"],):
+        subprocess.run([*git, *words], check=True)
     assert seeds("1") == ["1"]
     assert "results of seed 0 are left out, since these changed: recipe" in capsys.readouterr().out
+    (folder / "settings.toml").unlink()
+    subprocess.run([*git, "rm", "-q", "--cached", "mine/settings.toml"], check=True)
+    assert seeds("0") == ["0", "1"]
+    path.write_text(path.read_text().replace("{seed} 0.1", "{seed} 0.1 more"))
+    assert seeds("1") == ["1"], "another command"
 
 
 @pytest.mark.parametrize(
