@@ -349,7 +349,11 @@ class ServiceLedger:
             sampler: what it has opened: id, session and the path of its weights.
         """
         with self._writing() as database:
-            database.execute("UPDATE calls SET state = ?, answer = ? WHERE id = ?", (state, answer, call.id))
+            body = None if call.kind == SAMPLE else call.body  # samples are not drawn again
+            database.execute(
+                "UPDATE calls SET state = ?, answer = ?, body = ? WHERE id = ?",
+                (state, answer, body, call.id),
+            )
             if saved is not None:
                 row = (
                     saved.path,

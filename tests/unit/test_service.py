@@ -447,6 +447,25 @@ def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
         assert caught.value.status == 429  # which clients send again
 
 
+def test_what_nobody_needs_of_calls_is_forgotten(base: AdapterBase, tmp_path: Path):
+    """The requests of samples that are drawn, those before the oldest state, and answers after some hours."""
+    with Serving(settings(tmp_path, answer_hours=1e-6), base) as service:
+        client = LightClient(service.url, ALICE)
+        sample = ServiceCall("s:0", "s", 0, "alice", "sample", b"", b"{}")
+        service.ledger.add(sample, most=9)
+        service.ledger.finish(sample, "done", b"{}")
+        model = client.create()
+        client.train(model, range(4))
+        client.result(
+            client.call("forward", model, forward_input={"data": texts(0), "loss_fn": "cross_entropy"})
+        )
+        kept = {call.id: call.body is not None for call in service.ledger.calls("tenant = 'alice'")}
+        assert not kept["s:0"]
+        assert [kept[f"{model}:{n}"] for n in range(14)] == [False] * 10 + [True] * 4
+        with refused(410, "was kept for answer_hours, and is gone"):
+            client.result({"request_id": f"{model}:1"})
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
