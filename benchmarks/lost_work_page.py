@@ -162,6 +162,12 @@ def _why(tasks: Mapping[str, Any]) -> Iterator[str]:
                     else "."
                 )
             )
+        if ours and theirs and ours["steps_again"] > theirs["steps_again"]:
+            yield (
+                f"- **A save that is cut off, {TASKS[name]}.** Cairn computed {ours['steps_again']} steps again, "
+                f"and TRL {theirs['steps_again']}: at the same share of a save's time, a kill found Cairn's "
+                "step not committed yet, and TRL's files all there."
+            )
         worker = task["systems"].get("cairn, worker")
         if ours and worker:
             yield (
