@@ -55,8 +55,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     )
     yield (
         "- *Processor seconds a kill*: how much more work all processes did than in the undisturbed run, for "
-        "each kill: starting again, and the steps that were computed again. On a busy machine the same start "
-        "takes a few more seconds or less, so a difference of a few is none."
+        "each kill: starting again, and the steps that were computed again. On a machine as "
+        "busy as this one was, the same start takes up to ten more or less, so a small number may be none."
     )
     yield (
         "- *Seconds a kill*: how much longer the run took than the undisturbed one, from the end of the "
@@ -152,21 +152,20 @@ def _why(tasks: Mapping[str, Any]) -> Iterator[str]:
     for name, task in tasks.items():
         ours, theirs = task["systems"].get("cairn"), task["systems"].get("trl")
         if ours and theirs:
+            parts = "several processes, Ray among them"
+            if name == "rl":
+                parts += ", and a server, which TRL has not: it samples in the process that trains"
+            failed = f" (with its {theirs['failed_starts']} failed starts)" if theirs["failed_starts"] else ""
             yield (
                 f"- **Starting, {TASKS[name]}.** A kill of everything costs Cairn "
-                f"{ours['processor_a_kill']:.0f} processor seconds, and TRL "
-                f"{theirs['processor_a_kill']:.0f}: Cairn starts several processes, Ray among them"
-                + (
-                    ", and a server, which TRL has not: it samples in the process that trains."
-                    if name == "rl"
-                    else "."
-                )
+                f"{ours['processor_a_kill']:.0f} processor seconds, and TRL{failed} "
+                f"{theirs['processor_a_kill']:.0f}. Cairn starts {parts}."
             )
         if ours and theirs and ours["steps_again"] > theirs["steps_again"]:
             yield (
-                f"- **A save that is cut off, {TASKS[name]}.** Cairn computed {ours['steps_again']} steps again, "
-                f"and TRL {theirs['steps_again']}: at the same share of a save's time, a kill found Cairn's "
-                "step not committed yet, and TRL's files all there."
+                f"- **A save that is cut off, {TASKS[name]}.** Cairn computed {ours['steps_again']} steps "
+                f"again, and TRL {theirs['steps_again']}: at the same share of a save's time, a kill found "
+                "Cairn's step not committed yet, and TRL's files all there."
             )
         worker = task["systems"].get("cairn, worker")
         if ours and worker:
