@@ -184,10 +184,15 @@ class MakePlan(ToolCommand):
         if self.png is not None:
             draw(plan, self.png)
         if self.as_json:
-            constants = [{"name": name, "value": value, "from": source} for name, value, source in found.rows]
+            constants = [
+                {"name": one.name, "value": one.value, "unit": one.unit, "from": one.source}
+                for one in found.rows
+            ]
             print_json({"constants": constants, **plan.to_json()})
         else:
-            print_plan(found.rows, plan, every=self.all_options)
+            print_plan(
+                [(one.name, one.in_words, one.source) for one in found.rows], plan, every=self.all_options
+            )
             if self.png is not None:
                 say(f"\ndrawn in {self.png}")
         return 0
@@ -199,23 +204,40 @@ def _refuse(flag: str, values: list[int] | None, least: int) -> None:
 
 
 @dataclass(frozen=True)
+class PlanConstant:
+    """A constant of a plan. unit: of `value`. source: where it is from."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+    @property
+    def in_words(self) -> str:
+        """The value for people."""
+        if isinstance(self.value, bool):
+            return "yes" if self.value else "no"
+        return f"{self.value:,.4g} {self.unit}".strip()
+
+
+@dataclass(frozen=True)
 class ResolvedConstants:
-    """The constants of a plan. rows: name, value in words, and where each is from."""
+    """The constants of a plan. rows: all of them, as they are shown."""
 
     fleet: FleetConstants
-    rows: list[tuple[str, str, str]]
+    rows: list[PlanConstant]
 
 
 class _Sources:
     """Chooses each constant from what is given, measured, computed and assumed, and notes which it was."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str]] = []
+        self.rows: list[PlanConstant] = []
 
     def take(self, name: str, unit: str, *values: tuple[float | None, str]) -> float:
         """The first value that there is, of (value, source) pairs."""
         value, source = next((value, source) for value, source in values if value is not None)
-        self.rows.append((name, f"{value:,.4g}{unit}", source))
+        self.rows.append(PlanConstant(name, value, unit, source))
         return value
 
 
@@ -235,10 +257,10 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
             + (f", because {plan.run} has none" if run else "")
             + "; give it, such as --work.state 96G: 12 bytes for each parameter in float32 with AdamW"
         )
-    step = sources.take("step", " s", (work.step_seconds, given), (run and run.step, measured))
+    step = sources.take("step", "s", (work.step_seconds, given), (run and run.step, measured))
     state = sources.take(
         "state",
-        " GB",
+        "GB",
         (bytes_of(work.state) / 1e9 if work.state else None, given),
         (run and run.state and run.state / 1e9, measured),
     )
@@ -254,7 +276,7 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
     )
     generate = sources.take(
         "generating",
-        " s",
+        "s",
         (work.generate_seconds, given),
         (run and run.generate, measured),
         (0.0, "no servers"),
@@ -294,7 +316,7 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
     from_run = run if memory is None else None
     cost = sources.take(
         "a save delays training by",
-        " s",
+        "s",
         (save.cost, given),
         (from_run and from_run.save_cost, measured),
         (COPY * share / (memory or MEMORY), "bandwidth.memory" if memory else "assumed: 20 GB/s to memory"),
@@ -303,7 +325,7 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
     written = max(share / (disk or DISK), state / total if total else 0.0)
     seconds = sources.take(
         "a save is durable after",
-        " s",
+        "s",
         (save.seconds, given),
         (from_run and from_run.save_seconds, measured),
         (written, "bandwidth.disk" if disk or total else "assumed: 2 GB/s a machine"),
@@ -312,24 +334,19 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
     if save.upload_seconds is not None or remote is not None or (run and run.upload_seconds is not None):
         upload = sources.take(
             "an upload takes",
-            " s",
+            "s",
             (save.upload_seconds, given),
             (state / remote if remote else None, "bandwidth.remote"),
             (run and run.upload_seconds, measured),
         )
     copied = share / peer if peer else None
     if copied is not None:
-        sources.take("a copy to another machine takes", " s", (copied, "bandwidth.peer"))
+        sources.take("a copy to another machine takes", "s", (copied, "bandwidth.peer"))
     restarts = _restarts(plan, run, sources, written, bool(generate))
     rates = _rates(plan.failures, sources, bool(generate))
     shared = fleet.shared_disk if fleet.shared_disk is not None else machines > 1
-    sources.rows.append(
-        (
-            "ckpt.dir outlives a machine",
-            "yes" if shared else "no",
-            given if fleet.shared_disk is not None else "assumed",
-        )
-    )
+    where = given if fleet.shared_disk is not None else "assumed"
+    sources.rows.append(PlanConstant("ckpt.dir outlives a machine", shared, "", where))
     constants = FleetConstants(
         step=step,
         state=state,
@@ -364,14 +381,14 @@ def _restarts(
         loads = loading if kind != "orchestrator" else 0.0
         found[kind] = sources.take(
             f"restart, {kind}",
-            " s",
+            "s",
             (getattr(plan.restart, kind), "given"),
             (run and run.restarts.get(kind), f"measured: median of {count}"),
             (run and run.starts.get(kind), "measured: the run's own start"),
             (RESTARTS[kind] + loads, "assumed, with loading"),
         )
     found["machine"] = sources.take(
-        "restart, machine", " s", (plan.restart.machine, "given"), (found["launcher"], "as launcher")
+        "restart, machine", "s", (plan.restart.machine, "given"), (found["launcher"], "as launcher")
     )
     return found
 
@@ -390,7 +407,7 @@ def _rates(failures: PlannedFailures, sources: _Sources, serves: bool) -> dict[D
         value = getattr(failures, name)
         if kinds and value:
             where = "given" if name in failures.model_fields_set else "assumed: as Llama 3 405B"
-            each = " an hour and machine" if name in ("process", "machine") else " an hour"
+            each = "an hour and machine" if name in ("process", "machine") else "an hour"
             sources.take(f"deaths, {name}", each, (value, where))
         for kind in kinds:
             rates[kind] = value / HOUR

@@ -467,7 +467,7 @@ def test_a_plan_from_a_file_of_the_fleet(
     assert run(monkeypatch, *arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     sources = {row["name"]: (row["value"], row["from"]) for row in found["constants"]}
-    assert sources["machines"] == ("100", "given")
+    assert sources["machines"] == (100, "given")
     assert sources["a save is durable after"][1] == "bandwidth.disk"
     assert sources["deaths, process"][1].startswith("assumed")
     assert {option["spares"] for option in found["options"]} == {0, 2}
