@@ -11,7 +11,7 @@ from cairn.config.shared import LocalRun, ToolCommand
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
 from cairn.tools.ckpt_output import print_json, say
-from cairn.tools.planning.fleet import HOUR, Death, FleetConstants
+from cairn.tools.planning.fleet import HOUR, LOSING, Death, FleetConstants, NearCopies
 
 if TYPE_CHECKING:
     from cairn.tools.planning.measured import MeasuredRun
@@ -339,6 +339,7 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
             (state / remote if remote else None, "bandwidth.remote"),
             (run and run.upload_seconds, measured),
         )
+    copy = (run and run.memory_seconds) or share / (memory or MEMORY)
     copied = share / peer if peer else None
     if copied is not None:
         sources.take("a copy to another machine takes", "s", (copied, "bandwidth.peer"))
@@ -358,8 +359,8 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
         save_cost=cost,
         save_seconds=seconds,
         upload_seconds=upload,
-        peer_cost=COPY * share / (memory or MEMORY),
-        peer_seconds=copied,
+        memory=NearCopies(max(copy - step, 0.0), copy, ("rank", "driver")) if machines == 1 else None,
+        peer=None if copied is None else NearCopies(max(copied - step, 0.0), copied, LOSING),
         restarts=restarts,
         repair=fleet.repair_hours * HOUR,
         rates=rates,

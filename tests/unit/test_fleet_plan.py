@@ -21,7 +21,15 @@ from cairn.tools import ckpt_plan
 from cairn.tools.ckpt import COMMANDS
 from cairn.tools.planning.choice import make_plan, outcome_of
 from cairn.tools.planning.closed_form import best_interval, daly, effective_ratio, expected, young
-from cairn.tools.planning.fleet import HOUR, Death, FleetConstants, PlanOption, uploads_every
+from cairn.tools.planning.fleet import (
+    HOUR,
+    LOSING,
+    Death,
+    FleetConstants,
+    NearCopies,
+    PlanOption,
+    uploads_every,
+)
 from cairn.tools.planning.measured import NOTICED, deaths, measure
 from cairn.tools.planning.simulation import RunEvent, SimulatedRun, drawn_events
 
@@ -150,10 +158,28 @@ def test_a_dead_server_costs_speed_and_a_dead_orchestrator_time_and_neither_a_st
 
 
 def test_copies_in_another_machines_memory_cost_a_step_at_most():
-    copying = replace(SMALL, peer_cost=0.05, peer_seconds=0.2)
+    copying = replace(SMALL, peer=NearCopies(0.05, 0.2, LOSING))
     run = simulated(copying, PlanOption(100, "peer"), RunEvent(500.0, "machine"), RunEvent(900.0, "rank"))
     assert 0 < run.lost["taken again"] <= 2 * 1.3 * 1.05
     assert run.lost["copies"] == pytest.approx(0.05 * run.steps)
+
+
+def test_steps_in_memory_survive_ranks_and_drivers_only():
+    keeping = replace(SMALL, memory=NearCopies(0.0, 0.2, ("rank", "driver")))
+    option = PlanOption(100, memory=True)
+    for death in ("rank", "driver"):
+        assert simulated(keeping, option, RunEvent(550.4, death)).lost["taken again"] <= 1.3
+    for death in ("launcher", "machine"):
+        lost = simulated(keeping, option, RunEvent(550.4, death)).lost["taken again"]
+        assert lost == pytest.approx(550.4 - 502.5, abs=0.6)
+    rates: dict[Death, float] = {"rank": 1e-4, "driver": 2e-5, "launcher": 1e-5}
+    fleet = replace(keeping, rates=rates, horizon=300 * 24 * HOUR, save_cost=5.0, save_seconds=5.0)
+    assert best_interval(fleet, option) > 2 * best_interval(fleet, PlanOption(100)), "saves can be rarer"
+    kept = replace(option, interval=best_interval(fleet, option))
+    assert outcome_of(fleet, kept, 0, 2).goodput == pytest.approx(expected(fleet, kept), abs=0.004)
+    plan = make_plan(fleet, seed=0, samples=2)
+    assert plan.best.option.memory
+    assert "memory_interval = 1" in plan.settings()
 
 
 # Properties
@@ -188,8 +214,9 @@ def test_more_deaths_never_raise_goodput(events: list[Any], interval: int, durab
 )
 def test_every_second_is_accounted_for(seed: int, tier: Any, interval: int, spares: int):
     """All that is lost, by cause, and the steps that count are the whole time."""
-    fleet = replace(MESSY, peer_cost=0.4, peer_seconds=2.0)
-    option = PlanOption(interval, tier, 2, spares, 3)
+    near = NearCopies(0.4, 2.0, LOSING)
+    fleet = replace(MESSY, peer=near, memory=replace(near, survives=("rank", "driver")))
+    option = PlanOption(interval, tier, 2, spares, 3, memory=bool(seed % 2))
     run = SimulatedRun(fleet, option).go(drawn_events(fleet, 3, seed, 0))
     useful = run.steps * fleet.step_seconds(3)
     assert useful + sum(run.lost.values()) == pytest.approx(fleet.horizon, rel=1e-9)
@@ -225,7 +252,7 @@ def test_the_best_interval_is_dalys_where_its_assumptions_hold():
     fleet = replace(BLOCKING, rates={"rank": 1 / (4 * HOUR)}, horizon=400 * 24 * HOUR)
     seconds = daly(60.0, 4 * HOUR)
     assert seconds == pytest.approx(young(60.0, 4 * HOUR), rel=0.05)
-    assert best_interval(fleet, fleet.step) == round(seconds)
+    assert best_interval(fleet, PlanOption(1)) == round(seconds)
     found = {
         factor: outcome_of(fleet, PlanOption(round(seconds * factor)), 0, 4).goodput
         for factor in (0.25, 0.5, 0.7, 1, 1.4, 2, 4)

@@ -10,7 +10,6 @@ from cairn.run.output import counted, duration
 from cairn.tools.planning.closed_form import best_interval, daly, expected, young
 from cairn.tools.planning.fleet import (
     HOUR,
-    LOSING,
     FleetConstants,
     PlanOption,
     Tier,
@@ -54,6 +53,7 @@ class PlanOutcome:
         return {
             "interval": option.interval,
             "tier": option.tier,
+            "memory": option.memory,
             "remote_interval": option.interval * option.uploaded if option.tier == "remote" else None,
             "spares": option.spares,
             "servers": option.servers,
@@ -127,6 +127,8 @@ class FleetPlan:
         """Lines of TOML to copy."""
         option = self.best.option
         lines = ["[ckpt]", f"interval = {option.interval}", f"keep_last = {KEEP}"]
+        if option.memory:
+            lines.append("memory_interval = 1")
         if option.tier == "remote":
             lines += [
                 'remote = "s3://BUCKET/PREFIX"',
@@ -138,18 +140,19 @@ class FleetPlan:
     def reasons(self) -> Iterator[str]:
         """Why, a sentence each."""
         fleet, best, option = self.fleet, self.best, self.best.option
-        step, rate = option.step_seconds(fleet), fleet.losing_rate()
+        near = option.near(fleet)
+        step, rate = option.step_seconds(fleet), fleet.losing_rate(near.survives if near else ())
         low, high = self.equal_intervals()
         seconds = option.interval * step
         if rate:
             cost, between = fleet.save_cost, 1 / rate
             yield (
-                f"interval = {option.interval} ({span(seconds)}): the trainer goes back about every "
+                f"interval = {option.interval} ({span(seconds)}): the trainer goes back to a save every "
                 f"{span(between)}, and a save delays it by {cost:.3g} s, for which Young's formula gives "
                 f"{span(young(cost, between))} and Daly's {span(daly(cost, between))}; in the simulation "
                 f"{low} to {high} steps are equally good (within {EQUAL:.1%})"
             )
-            if best_interval(fleet, step) * step <= fleet.save_seconds + step:
+            if best_interval(fleet, option) * step <= fleet.save_seconds + step:
                 yield (
                     f"a save takes {span(fleet.save_seconds)} until it is durable, and one is written at a "
                     "time, so saves can't be closer: a faster disk would shorten what is taken again"
@@ -160,6 +163,11 @@ class FleetPlan:
             f"keep_last = {KEEP}: if the newest step is damaged there is another; with the step that is "
             f"being written that takes {size(best.disk)}"
         )
+        if near and option.memory:
+            yield (
+                f"memory_interval = 1: if a {' or '.join(near.survives)} dies, the step before is in memory, so "
+                f"saves are for other deaths; it takes {size(2 * fleet.state)} of host memory"
+            )
         yield self._about_remote()
         if fleet.rate("machine", 0):
             died = fleet.rate("machine", option.servers) * fleet.horizon
@@ -243,7 +251,7 @@ WORDS = {
     "restarts": "restarts",
     "machines": "waiting for machines",
     "servers": "servers that are missing",
-    "copies": "copies to other machines",
+    "copies": "copies of each step in memory",
 }
 ADVICE = {
     "saves": "a longer interval, or a faster disk, would lower it",
@@ -252,7 +260,7 @@ ADVICE = {
     "installed those of machines",
     "machines": "more spares would lower it, at the price of GPUs that wait",
     "servers": "more servers would lower it",
-    "copies": "copies are made after each step; a faster network would lower it",
+    "copies": "each step waits for the copy of the one before; longer steps hide it",
 }
 
 
@@ -289,27 +297,25 @@ def make_plan(
     Raises:
         ValueError: more deaths than can be simulated.
     """
-    tiers: list[Tier] = ["disk"]
+    kinds = [PlanOption(1, "disk", servers=fleet.servers)]
     if fleet.upload_seconds is not None:
-        tiers.append("remote")
-    if fleet.peer_seconds is not None:
-        tiers.append("peer")
+        kinds.append(replace(kinds[0], tier="remote"))
+    if fleet.memory is not None:
+        kinds += [replace(kind, memory=True) for kind in kinds]
+    if fleet.peer is not None:
+        kinds.append(replace(kinds[0], tier="peer"))
     spares = spares_to_try(fleet) if spares is None else sorted(set(spares))
     if not fleet.rates.get("machine"):
         spares = spares[:1]
     outcomes: list[PlanOutcome] = []
-    for tier in tiers:
-        step = _step(fleet, tier)
-        most = max(1, int(fleet.horizon / step))
-        formula = best_interval(fleet, step)
+    for kind in kinds:
+        most, formula = max(1, int(fleet.horizon / kind.step_seconds(fleet))), best_interval(fleet, kind)
         wanted = intervals or sorted({min(max(1, round(formula * factor)), most) for factor in FACTORS})
         for interval in wanted:
             for count in spares:
-                option = _uploading(fleet, PlanOption(interval, tier, 1, count, fleet.servers))
+                option = _uploading(fleet, replace(kind, interval=interval, spares=count))
                 outcomes.append(outcome_of(fleet, option, seed, samples))
-    best = _best(
-        [one for one in outcomes if one.option.tier != "peer"], best_interval(fleet, _step(fleet, "disk"))
-    )
+    best = _best(fleet, [one for one in outcomes if one.option.tier != "peer"])
     others: list[PlanOutcome] = []
     if fleet.generate and fleet.servers:
         for servers in sorted(
@@ -332,30 +338,18 @@ def spares_to_try(fleet: FleetConstants) -> list[int]:
     return sorted({0, 1, *(math.ceil(away + times * math.sqrt(away)) for times in range(4))})
 
 
-def _step(fleet: FleetConstants, tier: Tier) -> float:
-    return PlanOption(1, tier, servers=fleet.servers).step_seconds(fleet)
-
-
 def _uploading(fleet: FleetConstants, option: PlanOption) -> PlanOption:
     """The option with as many uploads as keep up."""
     return replace(option, uploaded=uploads_every(fleet, option)) if option.tier == "remote" else option
 
 
-def _best(outcomes: Sequence[PlanOutcome], formula: int) -> PlanOutcome:
+def _best(fleet: FleetConstants, outcomes: Sequence[PlanOutcome]) -> PlanOutcome:
     """The option with the most steps per GPU; of equal ones that with less to pay for, near the formula."""
     most = max(one.worth for one in outcomes)
-    equal = [one for one in outcomes if one.worth >= most - EQUAL]
-    return min(
-        equal,
-        key=lambda one: (
-            one.option.spares,
-            one.option.tier != "disk",
-            abs(math.log(one.option.interval / formula)),
-        ),
-    )
 
+    def order(one: PlanOutcome) -> tuple[int, bool, bool, float]:
+        option = one.option
+        away = abs(math.log(option.interval / best_interval(fleet, option)))
+        return option.spares, option.tier != "disk", option.memory, away
 
-def deaths(fleet: FleetConstants, servers: int) -> dict[str, float]:
-    """Deaths that are expected in the run, by kind; those that never happen are left out."""
-    kinds = (*LOSING, "orchestrator", "server")
-    return {kind: count for kind in kinds if (count := fleet.rate(kind, servers) * fleet.horizon) > 0}
+    return min((one for one in outcomes if one.worth >= most - EQUAL), key=order)

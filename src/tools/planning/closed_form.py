@@ -33,15 +33,11 @@ def daly(cost: float, between: float) -> float:
     return young(cost, between) * (1 + math.sqrt(share) / 3 + share / 9) - cost
 
 
-def best_interval(fleet: FleetConstants, step: float, cost: float | None = None) -> int:
-    """Steps between two saves by Daly's formula, but no fewer than a save takes to be durable.
-
-    Args:
-        step: seconds of a step.
-        cost: of a save; None: as the fleet's are.
-    """
-    rate = fleet.losing_rate()
-    seconds = daly(fleet.save_cost if cost is None else cost, 1 / rate if rate else math.inf)
+def best_interval(fleet: FleetConstants, option: PlanOption) -> int:
+    """Steps between two saves by Daly's formula, but no fewer than a save takes to be durable."""
+    near = option.near(fleet)
+    rate, step = fleet.losing_rate(near.survives if near else ()), option.step_seconds(fleet)
+    seconds = daly(fleet.save_cost, 1 / rate if rate else math.inf)
     seconds = min(max(seconds, fleet.save_seconds - fleet.save_cost), fleet.horizon)
     return max(1, round(seconds / step))
 
@@ -78,18 +74,20 @@ def expected(fleet: FleetConstants, option: PlanOption) -> float | None:
     """
     if option.tier == "disk" and not fleet.shared and fleet.rate("machine", 0):
         return None
-    step, rate = option.step_seconds(fleet), fleet.losing_rate()
+    step, near = option.step_seconds(fleet), option.near(fleet)
+    spared = near.survives if near else ()
+    far = [death for death in LOSING if death not in spared]
+    rate = fleet.losing_rate(spared)
     useful, period, lag = option.interval * step, option.period(fleet), fleet.save_seconds
-    restart = sum(fleet.rate(death, 0) * fleet.restart(death) for death in LOSING) / rate if rate else 0.0
-    if option.tier == "peer" and fleet.peer_seconds is not None:
-        # It goes back to the newest copy: half a step and the copy's time on average, as in each death.
-        lost = step / 2 + fleet.peer_seconds
-        ratio = useful / period / (1 + rate * (restart + lost))
-    else:
-        if rate and option.tier == "remote" and not fleet.shared and fleet.upload_seconds is not None:
-            older = (option.uploaded - 1) / 2 * period + fleet.upload_seconds
-            restart += fleet.rate("machine", 0) / rate * older
-        ratio = effective_ratio(useful, period, lag, restart, rate)
+    restart = sum(fleet.rate(death, 0) * fleet.restart(death) for death in far) / rate if rate else 0.0
+    if rate and option.tier == "remote" and not fleet.shared and fleet.upload_seconds is not None:
+        older = (option.uploaded - 1) / 2 * period + fleet.upload_seconds
+        restart += fleet.rate("machine", 0) / rate * older
+    ratio = effective_ratio(useful, period, lag, restart, rate)
+    if near:
+        # Each costs half a step and the copy's time on average, beside its restart.
+        lost = step / 2 + near.seconds
+        ratio /= 1 + sum(fleet.rate(death, 0) * (fleet.restart(death) + lost) for death in spared)
     ratio *= 1 - min(fleet.rate("orchestrator", 0) * fleet.restart("orchestrator"), 1.0)
     if fleet.generate and option.servers:
         down = {death: fleet.rates.get(death, 0.0) * fleet.restart(death) for death in ("server", "machine")}

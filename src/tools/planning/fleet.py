@@ -4,7 +4,7 @@ Times are in seconds, sizes in bytes, rates in events a second. Nothing here dra
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,19 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True)
+class NearCopies:
+    """Copies of each step outside the ranks, nearer than a disk.
+
+    cost: by which each delays its step. seconds: until one is whole. survives: the deaths after which a run
+    goes on from them.
+    """
+
+    cost: float
+    seconds: float
+    survives: tuple[Death, ...]
+
+
+@dataclass(frozen=True)
 class FleetConstants:
     """Constants of a run on its machines.
 
@@ -29,8 +42,8 @@ class FleetConstants:
 
     save_cost: by which a save delays training: the time that training stands still, and by which it is
     slower meanwhile. save_seconds: until a save is durable. upload_seconds: until a durable step is in the
-    object store. peer_cost, peer_seconds: the same two times of a step's copy in the memory of another
-    machine.
+    object store. memory, peer: copies in the memory of the same machine (`ckpt.memory_interval`), and
+    of another one.
 
     restarts: from a death until the trainer takes a step again, or until a server answers again; without the
     steps that are taken again. repair: until a machine that died can be used again.
@@ -52,8 +65,8 @@ class FleetConstants:
     save_cost: float = 0.0
     save_seconds: float = 0.0
     upload_seconds: float | None = None
-    peer_cost: float = 0.0
-    peer_seconds: float | None = None
+    memory: NearCopies | None = None
+    peer: NearCopies | None = None
     restarts: Mapping[Death, float] = field(default_factory=dict[Death, float])
     repair: float = 24 * HOUR
     rates: Mapping[Death, float] = field(default_factory=dict[Death, float])
@@ -83,26 +96,35 @@ class FleetConstants:
         count = {"rank": self.machines, "server": servers, "machine": self.machines + servers}
         return self.rates.get(death, 0.0) * count.get(death, 1)
 
-    def losing_rate(self) -> float:
-        """Deaths in a second after which the trainer goes back to a saved step."""
-        return sum(self.rate(death, 0) for death in LOSING)
+    def losing_rate(self, spared: Sequence[Death] = ()) -> float:
+        """Deaths in a second after which the trainer goes back; `spared`: kinds that do not count."""
+        return sum(self.rate(death, 0) for death in LOSING if death not in spared)
 
 
 @dataclass(frozen=True)
 class PlanOption:
     """One way to set a run up. interval: steps between two saves. uploaded: every so many saves one is
-    uploaded. spares: machines beyond those that are needed. servers: machines that serve."""
+    uploaded. spares: machines beyond those that are needed. servers: machines that serve. memory: whether
+    steps are kept in memory."""
 
     interval: int
     tier: Tier = "disk"
     uploaded: int = 1
     spares: int = 0
     servers: int = 0
+    memory: bool = False
+
+    def near(self, fleet: FleetConstants) -> NearCopies | None:
+        """The copies of each step outside the ranks, if there are any."""
+        if self.tier == "peer":
+            return fleet.peer
+        return fleet.memory if self.memory else None
 
     def step_seconds(self, fleet: FleetConstants, serving: int | None = None) -> float:
-        """Seconds of a step, with its copy in another machine's memory if there is one."""
+        """Seconds of a step, with its copy outside the ranks if there is one."""
+        near = self.near(fleet)
         seconds = fleet.step_seconds(self.servers if serving is None else serving)
-        return seconds + fleet.peer_cost if self.tier == "peer" else seconds
+        return seconds + near.cost if near else seconds
 
     def period(self, fleet: FleetConstants) -> float:
         """Seconds between two saves of an undisturbed run: a save that falls due while another one is still

@@ -49,6 +49,7 @@ class MeasuredRun:
     ranks: int
     save_cost: float | None
     save_seconds: float | None
+    memory_seconds: float | None
     upload_seconds: float | None
     state: int | None
     interval: int | None
@@ -86,6 +87,7 @@ def measure(view: RunView) -> MeasuredRun:
     elif rl:
         # Where the trainer waits, the servers set the pace; else their time is shorter than its own.
         generate = step if wait > WAITS * step else statistics.fmean(generates)
+    copies = [value for row in usual if (value := number(row, "time/memory")) is not None]
     state = _state(view)
     upload = view.run.rates.expected("upload", state) if state else None
     starts = _starts(rows, clock, spans, step)
@@ -101,6 +103,7 @@ def measure(view: RunView) -> MeasuredRun:
         ranks=max(ranks, 1),
         save_cost=cost,
         save_seconds=statistics.median(saves.values()) if saves else None,
+        memory_seconds=statistics.median(copies) if copies else None,
         upload_seconds=upload.most if upload else None,
         state=state,
         interval=ckpt.get("interval"),

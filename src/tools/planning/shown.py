@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ COLUMNS = (
 def _is_near(one: PlanOutcome, best: PlanOutcome) -> bool:
     """Whether it has the best option's spares, or its interval and tier."""
     option, other = one.option, best.option
-    return option.spares == other.spares or (option.interval, option.tier) == (other.interval, other.tier)
+    return option.spares == other.spares or replace(option, spares=0) == replace(other, spares=0)
 
 
 def _cells(one: PlanOutcome, plan: FleetPlan) -> Iterator[str]:
     option = one.option
     tier = option.tier if option.tier != "remote" else f"remote, every {option.interval * option.uploaded}"
+    tier += ", memory" if option.memory else ""
     yield from (
         str(option.interval),
         tier,
@@ -69,11 +71,11 @@ def _cells(one: PlanOutcome, plan: FleetPlan) -> Iterator[str]:
     yield "<- best" if option == plan.best.option else ("no setting yet" if option.tier == "peer" else "")
 
 
-TIERS = {"disk": "ckpt.dir", "remote": "and ckpt.remote", "peer": "and another machine's memory"}
+TIERS = {"disk": "ckpt.dir", "remote": "ckpt.dir and ckpt.remote", "peer": "another machine's memory"}
 
 
 def draw(plan: FleetPlan, path: Path) -> None:
-    """Draw a plan into a PNG file: a curve for each tier, with the best option's number of spares.
+    """Draw a plan into a PNG file: a curve for each place of steps, with the best option's number of spares.
 
     Raises:
         UsageError: the package that draws is not installed, or the file can't be written.
@@ -92,11 +94,11 @@ def draw(plan: FleetPlan, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2))
     for tier, curve in curves(plan).items():
         steps = [one.option.interval for one in curve]
-        lines = axes.plot(steps, [one.goodput for one in curve], "o-", label=f"simulated, {TIERS[tier]}")
+        lines = axes.plot(steps, [one.goodput for one in curve], "o-", label=f"simulated, {tier}")
         low, high = [one.worst for one in curve], [one.best for one in curve]
         axes.fill_between(steps, low, high, alpha=0.15, color=lines[0].get_color())
         formula = [math.nan if one.formula is None else one.formula for one in curve]
-        axes.plot(steps, formula, ":", color=lines[0].get_color(), label=f"by formula, {TIERS[tier]}")
+        axes.plot(steps, formula, ":", color=lines[0].get_color(), label=f"by formula, {tier}")
     axes.axvline(best.interval, color="0.7", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel(f"steps between saves (a step takes {step:.3g} s)")
@@ -110,11 +112,12 @@ def draw(plan: FleetPlan, path: Path) -> None:
 
 
 def curves(plan: FleetPlan) -> dict[str, list[PlanOutcome]]:
-    """By tier, the options with the best option's number of spares, in the order of their intervals."""
+    """By where steps are, the options with the best one's number of spares, in the order of intervals."""
     found: dict[str, list[PlanOutcome]] = {}
     for one in plan.options:
         if one.option.spares == plan.best.option.spares:
-            found.setdefault(one.option.tier, []).append(one)
+            name = TIERS[one.option.tier] + (", and memory" if one.option.memory else "")
+            found.setdefault(name, []).append(one)
     return {tier: sorted(curve, key=lambda one: one.option.interval) for tier, curve in found.items()}
 
 

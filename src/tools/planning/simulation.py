@@ -26,7 +26,7 @@ MOST_EVENTS = 2_000_000
 """Deaths of a run that are simulated at most; more would take minutes, and such a run does not advance."""
 CAUSES: tuple[str, ...] = ("saves", "taken again", "restarts", "machines", "servers", "copies")
 """What takes the time that is not useful: that saves delay training; steps that are taken again; restarts;
-waiting for a machine; steps that are slower for lack of servers; copies to another machine's memory."""
+waiting for a machine; steps that are slower for lack of servers; copies of each step in memory."""
 
 
 @dataclass(frozen=True)
@@ -300,12 +300,13 @@ class SimulatedRun:
 
     def _fall_back(self, death: Death) -> None:
         """Go back to the newest step that the death has left."""
-        peer = self.option.tier == "peer" and self.fleet.peer_seconds is not None
-        gone = death == "machine" and not self.fleet.shared and not peer
+        near = self.option.near(self.fleet)
+        near = near if near and death in near.survives else None
+        gone = death == "machine" and not self.fleet.shared
         number = self._newest_uploaded() if gone else self._newest_on_disk()
         to = float(number * self.option.interval)
-        if peer:
-            behind = (self.fleet.peer_seconds or 0.0) / self._step
+        if near:
+            behind = near.seconds / self._step
             to = max(to, float(math.floor(max(self.steps - behind, 0.0))))
             number = int(to // self.option.interval)
         if to < self.steps:
