@@ -74,6 +74,9 @@ def simulated(fleet: FleetConstants, option: PlanOption, *events: RunEvent) -> S
     return SimulatedRun(fleet, option).go(events)
 
 
+NEAR: tuple[Death, ...] = ("rank", "driver")
+
+
 # By hand
 
 
@@ -215,7 +218,7 @@ def test_more_deaths_never_raise_goodput(events: list[Any], interval: int, durab
 def test_every_second_is_accounted_for(seed: int, tier: Any, interval: int, spares: int):
     """All that is lost, by cause, and the steps that count are the whole time."""
     near = NearCopies(0.4, 2.0, LOSING)
-    fleet = replace(MESSY, peer=near, memory=replace(near, survives=("rank", "driver")))
+    fleet = replace(MESSY, peer=near, memory=replace(near, survives=NEAR))
     option = PlanOption(interval, tier, 2, spares, 3, memory=bool(seed % 2))
     run = SimulatedRun(fleet, option).go(drawn_events(fleet, 3, seed, 0))
     useful = run.steps * fleet.step_seconds(3)

@@ -165,7 +165,7 @@ class FleetPlan:
         )
         if near and option.memory:
             yield (
-                f"memory_interval = 1: if a {' or '.join(near.survives)} dies, the step before is in memory, so "
+                f"memory_interval = 1: if {' or '.join(near.survives)} dies, the step before is in memory: "
                 f"saves are for other deaths; it takes {size(2 * fleet.state)} of host memory"
             )
         yield self._about_remote()

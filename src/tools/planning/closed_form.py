@@ -9,7 +9,7 @@ training goes on.
 
 import math
 
-from cairn.tools.planning.fleet import LOSING, FleetConstants, PlanOption
+from cairn.tools.planning.fleet import LOSING, Death, FleetConstants, PlanOption
 
 MOST = 700.0
 """Exponent up to which a float holds its exponential; runs beyond it never finish."""
@@ -75,7 +75,7 @@ def expected(fleet: FleetConstants, option: PlanOption) -> float | None:
     if option.tier == "disk" and not fleet.shared and fleet.rate("machine", 0):
         return None
     step, near = option.step_seconds(fleet), option.near(fleet)
-    spared = near.survives if near else ()
+    spared: tuple[Death, ...] = near.survives if near else ()
     far = [death for death in LOSING if death not in spared]
     rate = fleet.losing_rate(spared)
     useful, period, lag = option.interval * step, option.period(fleet), fleet.save_seconds
