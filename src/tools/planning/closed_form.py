@@ -76,7 +76,7 @@ def expected(fleet: FleetConstants, option: PlanOption) -> float | None:
         return None
     step, near = option.step_seconds(fleet), option.near(fleet)
     spared: tuple[Death, ...] = near.survives if near else ()
-    far = [death for death in LOSING if death not in spared]
+    far: list[Death] = [death for death in LOSING if death not in spared]
     rate = fleet.losing_rate(spared)
     useful, period, lag = option.interval * step, option.period(fleet), fleet.save_seconds
     restart = sum(fleet.rate(death, 0) * fleet.restart(death) for death in far) / rate if rate else 0.0
