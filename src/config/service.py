@@ -1,13 +1,13 @@
 """Settings of the `service` command."""
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import MAX_RANK
-from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins
+from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
 from cairn.config.shared import CommandConfig
 from cairn.run.machine import bytes_of
 
@@ -59,7 +59,7 @@ class ServiceConfig(CommandConfig):
 
     command: ClassVar[str] = "cairn service"
     unlisted = frozenset({"machine"})
-    names: list[str] = []
+    names: Annotated[list[str], AfterValidator(separate)] = []
     """Names by which clients may ask for the model (default: model.name, and the name of its folder)."""
     host: str = "127.0.0.1"
     """Address to listen on; with any address but loopback, other machines can connect, and need a key."""

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tiny import write_example
 from transformers import AutoModelForCausalLM
 
+from cairn.config.cli import load
 from cairn.config.service import ServiceConfig, TenantConfig
 from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
@@ -516,6 +517,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatc
         settings(tmp_path, sampling="given")
     with pytest.raises(ValueError, match="give key_variable or key_file, one of them"):
         TenantConfig(name="x")
+    assert load(ServiceConfig, ["--names", "tiny,Qwen/Qwen3-8B"]).names == ["tiny", "Qwen/Qwen3-8B"]
     made = ServiceConfig(output_dir=str(tmp_path))
     (key,) = keys_of(made)
     assert keys_of(made).keys() == {key}
