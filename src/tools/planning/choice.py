@@ -173,10 +173,13 @@ class FleetPlan:
             died = fleet.rate("machine", option.servers) * fleet.horizon
             away = fleet.rate("machine", option.servers) * fleet.repair
             waited = self._waited(0)
+            without = (
+                f"; without spares it would wait for machines {waited:.1%} of the time" if waited else ""
+            )
             yield (
                 f"{counted(option.spares, 'spare machine')}: about {died:.3g} machines die in "
                 f"{span(fleet.horizon)} and each is away for {span(fleet.repair)}, so {away:.2g} are away at "
-                f"a time; without spares the run would wait for machines {waited:.1%} of the time"
+                f"a time{without}"
             )
         if option.servers:
             yield self._about_servers()
@@ -189,9 +192,9 @@ class FleetPlan:
         if option.tier == "remote":
             every = option.interval * option.uploaded
             return (
-                f"remote_interval = {every}: an upload takes {span(fleet.upload_seconds or 0)}, so one of "
-                f"{counted(option.uploaded, 'save')} is uploaded before the next one is due; the death of a "
-                "machine with ckpt.dir on it costs the steps since then"
+                f"remote_interval = {every}: an upload takes {span(fleet.upload_seconds or 0)}, so one is "
+                "there before the next one is due; the death of a machine with ckpt.dir costs the steps "
+                "since then"
             )
         if fleet.shared:
             return (
@@ -208,13 +211,13 @@ class FleetPlan:
             "again from step 0"
         )
 
-    def _waited(self, spares: int) -> float:
-        """Share of the time that is spent waiting for machines, with so many spares."""
+    def _waited(self, spares: int) -> float | None:
+        """Share of the time that is spent waiting for machines, with so many spares; None: not simulated."""
         servers = self.options[0].option.servers
         same = replace(self.best.option, spares=spares, servers=servers, uploaded=1)
         found = next((one for one in self.options if replace(one.option, uploaded=1) == same), None)
         if found is None:
-            return 0.0
+            return None
         fleet = self.fleet
         working = (fleet.machines + same.servers) * fleet.gpus
         return found.lost["machines"] / (working * fleet.horizon / HOUR)
