@@ -21,8 +21,6 @@ PROGRAMS = {
 """The dependency groups, and what tests import of each."""
 VERIFIERS = "verifiers==0.4.0"
 """Runs in a process of its own, which uv makes from its cache (tests/unit/test_verifiers.py)."""
-TINKER = "tinker==0.38.0"
-"""The client of the service, likewise (tests/integration/test_tinker.py)."""
 OTHERS = (
     "tests/unit/test_verifiers.py",
     "tests/integration/test_tinker.py",
@@ -69,7 +67,7 @@ def run(arguments: list[str]) -> int:
         if subprocess.run([*sync, "--group", group]).returncode:
             missing.append(group)
     bootstrap.mend_vllm_tag()
-    for program in (VERIFIERS, TINKER):
+    for program in (VERIFIERS,):
         fetch = ("uv", "run", "-q", "--isolated", "--no-project", "--with", program, "python", "-c", "")
         bootstrap.show(*fetch)
         if subprocess.run(fetch).returncode:
