@@ -28,7 +28,8 @@ from cairn.tools.chaos.task import ChaosTask, Result
 SFT = ChaosSettings(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)
 RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
-REMOTE = replace(RL, remote=True)
+IN_MEMORY = replace(RL, in_memory=1)
+REMOTE = replace(IN_MEMORY, remote=True)
 PREFERENCES = replace(SFT, reference=True, validated=True)
 
 
@@ -49,14 +50,16 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    elsewhere = ("export.", "import.", "adopt.", "policy.")
+    elsewhere = ("export.", "import.", "adopt.", "policy.", "service.")
     of_preferences = {disaster for plan in plans(PREFERENCES) for disaster in plan}
     assert any(d.target.startswith("reference.written:") for d in of_preferences)
     torn = {d.target for d in of_preferences if d.kind == "torn"}
     assert torn == SMALL_FILES.keys() - {"uploads", "versions", "batches", "ledger"}
     of_runs = {point for point in POINTS if not point.startswith((*elsewhere, "reference."))}
     of_runs -= {*OF_LARGE_FILES}
-    assert points == {point for point in of_runs if not point.startswith("remote.")}
+    in_memory = {d.target.partition(":")[0] for plan in plans(IN_MEMORY) for d in plan if d.kind == "fault"}
+    assert in_memory == {point for point in of_runs if not point.startswith("remote.")}
+    assert points == {point for point in in_memory if not point.startswith("memory.")}
     assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {
         "save",
         "commit",

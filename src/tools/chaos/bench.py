@@ -135,7 +135,11 @@ def make_task(command: list[str], server: SharedServer | None = None, token: str
     setting = ChaosSettings(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
     reference = command[0] == "dpo" and config["loss"]["type"] in WITH_REFERENCE
     setting = replace(
-        setting, remote=remote is not None, validated=bool(config.get("validation")), reference=reference
+        setting,
+        remote=remote is not None,
+        validated=bool(config.get("validation")),
+        reference=reference,
+        in_memory=config["ckpt"].get("memory_interval"),
     )
     task = ChaosTask(command, setting, token, server=server, remote=remote)
     if not rl:

@@ -87,6 +87,8 @@ class ChaosSettings:
     """Whether held-out records are evaluated."""
     reference: bool = False
     """Whether the logprobs of a reference are computed once and kept in the run's folder."""
+    in_memory: int | None = None
+    """Steps from one that is kept in memory to the next; None: none is kept."""
 
 
 def draw(chance: random.Random, setting: ChaosSettings) -> list[Disaster]:
@@ -160,6 +162,8 @@ def _draw_fault(chance: random.Random, setting: ChaosSettings) -> str:
         times["remote"] = saves
     if setting.reference:
         times["reference"] = 1
+    if setting.in_memory:
+        times["memory"] = max((setting.last_step - 1) // setting.in_memory, 1)
     points = [point for point in POINTS if point.partition(".")[0] in times and point not in OF_LARGE_FILES]
     point = chance.choice(points)
     most = times[point.partition(".")[0]]
@@ -171,7 +175,7 @@ def _draw_fault(chance: random.Random, setting: ChaosSettings) -> str:
         most *= setting.groups
     elif point == "orchestrator.before_part":
         most = saves
-    on_disk = not point.startswith(("trainer.", "publish.", "remote.")) and point not in (
+    on_disk = not point.startswith(("trainer.", "publish.", "remote.", "memory.")) and point not in (
         "save.begin",
         "save.copy",
     )
