@@ -205,6 +205,18 @@ def test_ranks_that_take_over_spare_what_they_came_from(folder: Path):
     assert not folder.exists()
 
 
+def test_tensors_that_come_later_are_kept_too(folder: Path):
+    """A critic is trained before its policy, whose optimiser has no state until then."""
+    steps, whole = memory(folder), state(2)
+    keep(steps, 1, {"model/model": state(1)["model/model"]})
+    assert newest(folder) == 1
+    keep(steps, 2, state(2))
+    assert newest(folder) == 2
+    found = {stem: {n: torch.zeros_like(t) for n, t in ts.items()} for stem, ts in whole.items()}
+    load_step(folder / "step_2", found)
+    assert bits(found) == bits(whole)
+
+
 def test_the_memory_goes_with_the_launcher(folder: Path):
     """However it ends; and ranks of another attempt find nothing that is theirs."""
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)

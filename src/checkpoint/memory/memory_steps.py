@@ -39,7 +39,7 @@ from cairn.checkpoint.memory.memory_slots import (
     receipt_name,
     record_in,
 )
-from cairn.checkpoint.saving.rank_shares import RankShares, Tensors
+from cairn.checkpoint.saving.rank_shares import RankShares, Tensors, describe
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tensors.reader import as_memory
@@ -112,9 +112,13 @@ class MemorySteps:
         self._thread: threading.Thread | None = None
 
     def prepare(self, tensors: Tensors) -> None:
-        """Find or make the memory for tensors like these, unless that was done."""
-        if self._shares is not None:
+        """Find or make the memory for tensors like these, unless that was done.
+
+        An optimiser's state may come later than the first step: then there is other memory from then on.
+        """
+        if self._shares is not None and self._shares.layout == describe(tensors):
             return
+        self.abandon()
         self._shares = shares = RankShares(tensors, self.rank.rank, MAX_FILE_BYTES)
         copies = self._copies_of(tensor.device for named in tensors.values() for tensor in named.values())
         self._outlet = Outlet(copies)
