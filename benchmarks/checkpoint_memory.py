@@ -20,7 +20,8 @@ import torch.distributed as dist
 from checkpoint_state import Training, together
 
 from cairn.checkpoint.memory.memory_slots import MemoryRecord, start_in_memory
-from cairn.checkpoint.memory.memory_steps import MemoryRank, MemorySteps
+from cairn.checkpoint.memory.memory_steps import MemorySteps
+from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.run.messages import Attempt
 
@@ -41,16 +42,16 @@ def measure_memory(training: Training, repeats: int) -> dict[str, float]:
         dist.all_gather_object(found, mine)
         return found
 
-    here = MemoryRank(rank, count, START.id, launchers[0])
-    steps = MemorySteps(folder, here, gather, lambda: 1 << 60, {}, start=0)
+    here = SavingRank(rank, count, "benchmark")
+    steps = MemorySteps(folder, here, launchers[0], gather, lambda: 1 << 60, {}, start=0)
 
     def record(step: int) -> MemoryRecord:
         about = {"run_id": START.run_id, "attempt": 1, "branch": "main", "parent": None, "parts": ["trainer"]}
         about |= {"world_size": count, "dtypes": {}, "metrics": {}, "versions": {}, "config_digest": ""}
-        return MemoryRecord(START.id, steps.session, step, 0, about, {})
+        return MemoryRecord(START.id, here.session, step, 0, about, {})
 
     def keep(step: int) -> None:
-        steps.keep(step, training.tensors(), lambda: record(step))
+        steps.keep(step, training.tensors(), record(step) if rank == 0 else None)
 
     for step in (1, 2):  # the pages of both slots are allocated
         keep(step)

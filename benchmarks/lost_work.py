@@ -18,7 +18,6 @@ weights are compared. `--out` writes faults.json and faults.md; TRL is in the de
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -39,6 +38,7 @@ import common
 import noted_rewards
 import parity
 import recipe
+import recipe_facts
 import trl_runs
 from lost_work_page import page
 
@@ -375,14 +375,6 @@ class Disturbed:
         self.moved = time.monotonic()
 
 
-def weights(folder: Path) -> str:
-    """SHA-256 of a model's tensor files."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def outcome(calm: Disturbed, disturbed: Disturbed) -> dict[str, Any]:
     """What the kills cost."""
     ours, theirs = disturbed.system, calm.system
@@ -393,7 +385,7 @@ def outcome(calm: Disturbed, disturbed: Disturbed) -> dict[str, Any]:
         "failed_starts": disturbed.failed,
         "by_hand": disturbed.by_hand,
         "other_losses": sum(theirs.losses().get(step) != loss for step, loss in ours.losses().items()),
-        "same_weights": weights(ours.model()) == weights(theirs.model()),
+        "same_weights": recipe_facts.weights_of(ours.model()) == recipe_facts.weights_of(theirs.model()),
         "seconds_calm": round(calm.seen.seconds, 2),
         "seconds": round(seen.seconds, 2),
         "seconds_lost_a_kill": round((seen.seconds - calm.seen.seconds) / max(disturbed.killed, 1), 2),

@@ -19,16 +19,20 @@ def versions_of(*packages: str) -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def newest_weights(out: Path) -> str | None:
-    """SHA-256 of the model files of a run's last step, one after the other; None: no step was saved."""
-    store = CheckpointStore(RunDirectory(out).checkpoints)
-    newest, digest = store.latest(), hashlib.sha256()
-    if newest is None:
-        return None
-    for path in sorted((store.folder(newest) / "model").glob("*.safetensors")):
+def weights_of(folder: Path) -> str:
+    """SHA-256 of a model's tensor files, one after the other."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def newest_weights(out: Path) -> str | None:
+    """SHA-256 of the model files of a run's last step, one after the other; None: no step was saved."""
+    store = CheckpointStore(RunDirectory(out).checkpoints)
+    newest = store.latest()
+    return None if newest is None else weights_of(store.folder(newest) / "model")
 
 
 def commit(folder: Path) -> str:

@@ -116,6 +116,23 @@ class FileChecksum:
         self.crcs = crcs or {}
         self.nbytes = nbytes
 
+    @classmethod
+    def of(cls, content: bytes) -> "FileChecksum":
+        """That of a file with this content."""
+        checksum = cls(len(content))
+        checksum.add(0, content)
+        return checksum
+
+    @classmethod
+    def read(cls, path: Path) -> "FileChecksum":
+        """That of a file as it is now, which is read.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        size = path.stat().st_size
+        return cls(size, {chunk: chunk_crc(path, chunk) for chunk in range(-(-size // CHUNK_BYTES))}, size)
+
     def add(self, offset: int, data: memoryview | bytes) -> None:
         """Add `data`, which is at `offset` in the file."""
         view = memoryview(data)

@@ -54,8 +54,8 @@ class FileEntry(BaseModel):
         Raises:
             OSError: it can't be read.
         """
-        size = path.stat().st_size
-        return cls.of(size, [chunk_crc(path, chunk) for chunk in range(-(-size // CHUNK_BYTES))])
+        checksum = FileChecksum.read(path)
+        return cls.of(checksum.size, checksum.chunks())
 
 
 class Origin(BaseModel):

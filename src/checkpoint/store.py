@@ -477,8 +477,7 @@ def write_files(
     for name, content in files.items():
         make_folders((folder / name).parent)
         write_atomic(folder / name, content, durable=True)
-        checksums[name] = FileChecksum(len(content))
-        checksums[name].add(0, content)
+        checksums[name] = FileChecksum.of(content)
     if read_back:
         for name, content in files.items():
             check_written(folder / name, content)

@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from cairn.run.errors import UsageError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -364,3 +366,22 @@ def in_words(done: int, total: int, seconds: float) -> str:
     """How far a stage is that has taken so many seconds, such as `1.2 of 5.0 GB, 310 MB/s`."""
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if total >= u), (1e3, "kB"))
     return f"{done / unit:.1f} of {total / unit:.1f} {name}, {done / 1e6 / max(seconds, 1e-3):.0f} MB/s"
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, which draws into files.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--png: the package matplotlib is not installed; the extra cairn[dash] brings it"
+        ) from None
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -35,8 +35,6 @@ from cairn.trainer.packing import MicroBatch, fill_rows, group_rows
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 
-READ_BYTES = 8 << 20
-
 
 class WeightedLikelihood(Loss):
     """-w log p of each token, with a weight w of any sign."""
@@ -435,11 +433,7 @@ def _inputs(micro: MicroBatch, logprobs: torch.Tensor) -> LossInputs:
 
 def _durable(path: Path) -> FileChecksum:
     """Make a file durable; returns its checksum."""
-    checksum, offset = FileChecksum(path.stat().st_size), 0
-    with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            checksum.add(offset, data)
-            offset += len(data)
+    checksum = FileChecksum.read(path)
     sync(path)
     return checksum
 

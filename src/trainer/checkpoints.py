@@ -19,7 +19,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.memory.memory_slots import MemoryRecord, record_of
-from cairn.checkpoint.memory.memory_steps import MemoryRank, MemorySteps
+from cairn.checkpoint.memory.memory_steps import MemorySteps
 from cairn.checkpoint.retention import Spare, apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.checkpoint.saving.rank_shares import Tensors
@@ -79,11 +79,10 @@ class Checkpoints:
         """Save the current step, whose metrics these are."""
         raise AssertionError("a run without checkpoints saves nothing")
 
-    def keep_in_memory(self, metrics: Mapping[str, float], *, saves: bool) -> None:
+    def keep_in_memory(self, metrics: Mapping[str, float]) -> None:
         """Copy the current step, whose metrics these are, into memory outside this process, if it is due.
 
-        Args:
-            saves: whether it becomes a checkpoint.
+        Call it after `save`, if the step becomes a checkpoint.
         """
 
     def wait(self) -> None:
@@ -209,6 +208,7 @@ class TrainerCheckpoints(Checkpoints):
             apply_retention(self.store, ckpt, jobs.spared)
 
         self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)
+        rank = SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0])
         resumed = Path(context.attempt.resume_from) if context.attempt.resume_from else None
         if record := record_of(resumed) if resumed else None:
             resumed = self.store.folder(parent.step) if parent else None
@@ -221,7 +221,8 @@ class TrainerCheckpoints(Checkpoints):
         if ckpt.memory_interval is not None:
             self._memory = MemorySteps(
                 context.run.memory,
-                MemoryRank(group.rank, group.world_size, self.attempt.id, context.launcher),
+                rank,
+                context.launcher,
                 group.gather_objects,
                 lambda: int(STAGING_SHARE * available_memory()),
                 self._fixed,
@@ -229,7 +230,7 @@ class TrainerCheckpoints(Checkpoints):
             )
         self._saver = Saver(
             self.store,
-            SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
+            rank,
             roles={part: self.attempt.id for part in self._others},
             how=SaveOptions(
                 part_timeout=ckpt.part_timeout,
@@ -288,29 +289,26 @@ class TrainerCheckpoints(Checkpoints):
             self._saver.finish()
         self._saved_at = time.monotonic()
 
-    def keep_in_memory(self, metrics: Mapping[str, float], *, saves: bool) -> None:
+    def keep_in_memory(self, metrics: Mapping[str, float]) -> None:
         step, every = self.state.progress.step, self._ckpt.memory_interval
         if self._memory is None or every is None or step % every:
             return
         tensors = self._tensors()
-        # What the next step may change is taken now, on the thread that trains.
-        about, files = self._about(metrics, tensors), self._files() if self.state.group.rank == 0 else {}
-        about["parent"] = self.parent.model_dump() if self.parent else None
-        carried = self._saver.how.carried
-
-        def record() -> MemoryRecord:
-            assert self._memory is not None
-            return MemoryRecord(
-                attempt=self.attempt.id,
-                session=self._memory.session,
-                step=step,
-                saves=self._promised,
-                about=about,
-                files={name: base64.b64encode(data).decode() for name, data in files.items()},
-                linked={name: str(file.source) for name, file in carried.items()},
-            )
-
+        record = self._record(metrics, tensors) if self.state.group.rank == 0 else None
         self._memory.keep(step, tensors, record)
+
+    def _record(self, metrics: Mapping[str, float], tensors: Tensors) -> MemoryRecord:
+        """What is to be known of the current step in memory, as the next step may change it."""
+        parent = self.parent.model_dump() if self.parent else None
+        return MemoryRecord(
+            attempt=self.attempt.id,
+            session=self._saver.session,
+            step=self.state.progress.step,
+            saves=self._promised,
+            about={**self._about(metrics, tensors), "parent": parent},
+            files={name: base64.b64encode(data).decode() for name, data in self._files().items()},
+            linked={name: str(file.source) for name, file in self._saver.how.carried.items()},
+        )
 
     def _files(self) -> dict[str, bytes]:
         """The small files that each step has of its own, by name within it."""

@@ -164,7 +164,7 @@ class Training:
             if save:
                 self._checkpoints.save(row)
             if not decision.last:
-                self._checkpoints.keep_in_memory(row, saves=save)
+                self._checkpoints.keep_in_memory(row)
             _report(saved := self._checkpoints.check())
             if decision.last:
                 break

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
-from cairn.checkpoint.memory.memory_slots import parent_of, record_of
+from cairn.checkpoint.memory.memory_slots import record_of
 from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors.sharded_files import Stored, load_step
@@ -137,8 +137,8 @@ class TrainerState:
         self.validation = saved.validation or {}
         self.rewinds = [Rewind(**one) for one in saved.rewinds or []]
         manifest = self._read_tensors(step)
-        if record_of(folder):
-            return parent_of(folder)
+        if record := record_of(folder):
+            return record.parent
         return Origin(run_id=manifest.run_id, step=manifest.step)
 
     def go_back(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from cairn.checkpoint.step_folder import StepFolders
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
-from cairn.run.output import counted, duration, printable
+from cairn.run.output import counted, duration, printable, pyplot
 from cairn.run.view import RunView
 from cairn.watch.goodput import (
     account_rows,
@@ -168,19 +168,10 @@ def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:
     Raises:
         UsageError: the package that draws them is not installed.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UsageError(
-            "--png: the package matplotlib is not installed; the extra cairn[dash] brings it"
-        ) from None
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plot = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     for curve in curves:
-        figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
+        figure, axes = plot.subplots(figsize=(6.4, 3.6))
         axes.plot([step for step, _ in curve.points], [value for _, value in curve.points])
         axes.set(xlabel="step", ylabel=printable(curve.key))
         if finite := [value for _, value in curve.points if math.isfinite(value)]:
@@ -189,7 +180,7 @@ def draw_pngs(curves: Sequence[Curve], folder: Path) -> Iterator[Path]:
             axes.set_ylim(low - margin, high + margin)
         path = folder / (re.sub(r"[^A-Za-z0-9.-]", "_", curve.key) + ".png")
         figure.savefig(path, dpi=150, bbox_inches="tight")
-        pyplot.close(figure)
+        plot.close(figure)
         yield path
 
 

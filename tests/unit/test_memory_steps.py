@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,11 +25,11 @@ from cairn.checkpoint.memory.memory_slots import (
     MemoryRecord,
     free,
     owner_of,
-    parent_of,
     record_of,
     start_in_memory,
 )
-from cairn.checkpoint.memory.memory_steps import MemoryRank, MemorySteps
+from cairn.checkpoint.memory.memory_steps import MemorySteps
+from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
@@ -36,7 +37,6 @@ from cairn.run import faults
 from cairn.run.messages import Attempt
 
 START = Attempt("0badcafe", 1, "sft", 0, None, "branch_1")
-RANK = MemoryRank(0, 1, START.id, os.getpid())
 Tensors = dict[str, dict[str, Any]]
 
 
@@ -67,21 +67,21 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     free(tmp_path / "memory")
 
 
-def memory(folder: Path, start: int = 0, rank: MemoryRank = RANK, room: int = 1 << 40) -> MemorySteps:
+def memory(
+    folder: Path, start: int = 0, launcher: int | None = os.getpid(), room: int = 1 << 40
+) -> MemorySteps:
     """Of one rank that is alone."""
-    return MemorySteps(folder, rank, lambda mine: [mine], lambda: room, {"model/config.json": b"{}\n"}, start)
+    rank, files = SavingRank(0, 1, secrets.token_hex(4)), {"model/config.json": b"{}\n"}
+    return MemorySteps(folder, rank, launcher, lambda mine: [mine], lambda: room, files, start)
 
 
 def keep(steps: MemorySteps, step: int, tensors: Tensors, saves: int = 0) -> None:
     """Keep a step, change the tensors as soon as they may be, and wait for it."""
-
-    def record() -> MemoryRecord:
-        about = {**ABOUT, "parent": {"run_id": "0badcafe", "step": 3}, "world_size": steps.rank.world_size}
-        about["metrics"] = {"loss": "9" * (20 - step)}  # a record may be shorter than the one before it
-        files = {"trainer/state.json": "e30K"}
-        return MemoryRecord(START.id, steps.session, step, saves, about, files)
-
-    steps.keep(step, tensors, record)
+    about = {**ABOUT, "parent": {"run_id": "0badcafe", "step": 3}, "world_size": steps.rank.world_size}
+    about["metrics"] = {"loss": "9" * (20 - step)}  # a record may be shorter than the one before it
+    files = {"trainer/state.json": "e30K"}
+    record = MemoryRecord(START.id, steps.rank.session, step, saves, about, files)
+    steps.keep(step, tensors, record if steps.rank.rank == 0 else None)
     steps.before_update()
     for tensor in tensors.get("trainer/optimizer", {}).values():
         tensor.zero_()
@@ -116,8 +116,9 @@ def test_a_step_comes_back_to_the_bit(folder: Path):
     assert (step / "model/config.json").read_bytes() == b"{}\n"
     assert (step / "trainer/state.json").read_bytes() == b"{}\n"
     assert load_manifest(step).parts == ABOUT["parts"]
-    assert record_of(step)
-    assert parent_of(step) == load_manifest(step).parent
+    record = record_of(step)
+    assert record
+    assert record.parent == load_manifest(step).parent
     found = {stem: {n: torch.zeros_like(t) for n, t in ts.items()} for stem, ts in state(3).items()}
     load_step(step, found)
     assert bits(found) == bits(state(3))
@@ -135,8 +136,8 @@ def test_ranks_make_the_files_of_one_process(name: str, folder: Path, tmp_path: 
         gathered = Gathered(count)
         for number in range(count):
             with FakeRank(number, *shape) as mesh:
-                rank = MemoryRank(number, count, START.id, os.getpid())
-                steps = MemorySteps(folder, rank, gathered.of(number), lambda: 1 << 40, {}, step - 1)
+                rank, gather = SavingRank(number, count, f"start {step}"), gathered.of(number)
+                steps = MemorySteps(folder, rank, os.getpid(), gather, lambda: 1 << 40, {}, step - 1)
                 if (step, number) != (2, count - 1):
                     keep(steps, step, {"model/model": tensors_of(mesh, placements)})
                 steps.abandon()
@@ -194,7 +195,7 @@ def test_ranks_that_take_over_spare_what_they_came_from(folder: Path):
     assert newest(folder) == 3, "ranks may die again before they have kept a step"
     keep(again, 3, state(3))
     assert newest(folder) == 3
-    mixed = MemoryRecord(START.id, steps.session, 3, 0, {**ABOUT, "parent": None}, {})
+    mixed = MemoryRecord(START.id, steps.rank.session, 3, 0, {**ABOUT, "parent": None}, {})
     (folder / "a/record.json").write_bytes(mixed.to_json())
     assert newest(folder) == 2
     other = memory(folder, start=2)
@@ -220,7 +221,7 @@ def test_tensors_that_come_later_are_kept_too(folder: Path):
 def test_the_memory_goes_with_the_launcher(folder: Path):
     """However it ends; and ranks of another attempt find nothing that is theirs."""
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    steps = memory(folder, rank=replace(RANK, launcher=launcher.pid))
+    steps = memory(folder, launcher=launcher.pid)
     keep(steps, 1, state())
     assert start_in_memory(folder, replace(START, number=2), lambda record: True).start_step == 0
     assert start_in_memory(folder, replace(START, start_step=1), lambda record: True).start_step == 1
@@ -250,7 +251,7 @@ def test_the_owner_ends_with_nothing_else(folder: Path):
     ("settings", "why"),
     [
         ({"room": 1 << 20}, r"two copies of the state take 0\.1 GB, and there is room for 0\.0"),
-        ({"rank": replace(RANK, launcher=None)}, "not on the machine on which the run was started"),
+        ({"launcher": None}, "not on the machine on which the run was started"),
     ],
 )
 def test_why_no_step_is_kept_is_said_once(

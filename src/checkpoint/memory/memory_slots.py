@@ -13,21 +13,19 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.checksums import (
-    CHUNK_BYTES,
-    FileChecksum,
-    chunk_crc,
-    merge_checksums,
-    note_of,
-    read_receipt,
+from cairn.checkpoint.checksums import FileChecksum, merge_checksums, note_of, read_receipt
+from cairn.checkpoint.manifest import (
+    FILE_NAME,
+    CheckpointError,
+    Damaged,
+    Origin,
+    check_content,
+    new_manifest,
 )
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Origin, new_manifest
 from cairn.checkpoint.memory.owner import began
 from cairn.run.files import parse_json, read_json, read_note, write_atomic, write_json
 from cairn.run.messages import Attempt
@@ -38,7 +36,6 @@ SLOTS = ("a", "b")
 RECORD = "record.json"
 FIXED = "fixed"
 """The folder, beside the slots, of small files that all steps have alike."""
-READERS = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,12 @@ class MemoryRecord:
     about: dict[str, Any]
     files: dict[str, str]
     linked: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def parent(self) -> Origin | None:
+        """The checkpoint that the run had last saved before the step."""
+        origin = self.about["parent"]
+        return Origin(**origin) if origin else None
 
     def to_json(self) -> bytes:
         """The content of record.json."""
@@ -143,66 +146,55 @@ def record_of(step: Path) -> MemoryRecord | None:
     return read_json(step.with_suffix(".json"), MemoryRecord)
 
 
-def parent_of(step: Path) -> Origin | None:
-    """Of the step in such a folder: the checkpoint that the run had last saved before it."""
-    record = record_of(step)
-    return Origin(**record.about["parent"]) if record and record.about["parent"] else None
-
-
 def _as_step(folder: Path, slot: Path, record: MemoryRecord) -> Path:
     """Make the folder of a step in memory.
 
     Raises:
         Unsealed: the part of a rank is not whole, or was changed.
     """
-    wanted: dict[str, FileChecksum] = {}
+    copied: dict[str, FileChecksum] = {}
     for rank in range(record.about["world_size"]):
         receipt = note_of(receipt_id(record.session, record.step), slot / receipt_name(rank))
         if receipt is None:
             raise Unsealed(f"rank {rank} had not copied its part")
-        merge_checksums(wanted, read_receipt(receipt))
+        merge_checksums(copied, read_receipt(receipt))
+    if any(part.nbytes != part.size for part in copied.values()):
+        raise Unsealed("the ranks have not copied all of it")
     step = folder / f"step_{record.step}"
     for old in folder.glob("step_*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
-    checksums: dict[str, FileChecksum] = {}
-    for name, copied in wanted.items():
-        place = step / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(os.readlink(slot / name))
-        checksums[name] = _read(place)
-        if copied.nbytes != copied.size or copied.chunks() != checksums[name].chunks():
-            raise Unsealed(f"{name} is not what the ranks have copied")
-    fixed = {str(path.relative_to(folder / FIXED)): str(path) for path in (folder / FIXED).rglob("*")}
+    checksums = dict(copied)
+    for name in copied:
+        _place(step, name).symlink_to(os.readlink(slot / name))
+    found = [path for path in (folder / FIXED).rglob("*") if path.is_file()]
+    fixed = {str(path.relative_to(folder / FIXED)): str(path) for path in found}
     for name, source in {**fixed, **record.linked}.items():
-        if os.path.isdir(source):
-            continue
-        place = step / name
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place = _place(step, name)
         try:
             os.link(source, place)
         except OSError:  # another file system
             shutil.copyfile(source, place)
-        checksums[name] = _read(place)
+        checksums[name] = FileChecksum.read(place)
     for name, text in record.files.items():
-        place, data = step / name, base64.b64decode(text)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
-        checksums[name] = FileChecksum(len(data))
-        checksums[name].add(0, data)
+        data = base64.b64decode(text)
+        _place(step, name).write_bytes(data)
+        checksums[name] = FileChecksum.of(data)
     manifest = new_manifest(record.step, checksums, record.about)
+    try:
+        check_content(step, {name: manifest.files[name] for name in copied})
+    except Damaged as error:
+        raise Unsealed(f"it is not what the ranks have copied: {error}") from None
     write_json(step.with_suffix(".json"), asdict(dataclasses.replace(record, files={})))
     write_atomic(step / FILE_NAME, manifest.to_json())
     return step
 
 
+def _place(step: Path, name: str) -> Path:
+    """Where a file of a step is; the folder that it is in is made."""
+    place = step / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 class Unsealed(CheckpointError):
     """A step in memory is not whole."""
-
-
-def _read(path: Path) -> FileChecksum:
-    """The checksum of a file."""
-    size = path.stat().st_size
-    chunks = range(-(-size // CHUNK_BYTES))
-    with ThreadPoolExecutor(READERS) as pool:
-        crcs = pool.map(partial(chunk_crc, path), chunks)
-        return FileChecksum(size, dict(enumerate(crcs)), size)

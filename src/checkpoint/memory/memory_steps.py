@@ -14,14 +14,12 @@ import json
 import logging
 import mmap
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from cairn.checkpoint.memory.memory_slots import (
     record_in,
 )
 from cairn.checkpoint.saving.rank_shares import RankShares, Tensors, describe
+from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tensors.reader import as_memory
@@ -55,19 +54,6 @@ PIECE_BYTES = 512 << 10
 START_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class MemoryRank:
-    """One of the ranks that keep steps in memory together.
-
-    launcher: the process with which the memory goes; None if it is not on this machine.
-    """
-
-    rank: int
-    world_size: int
-    attempt: str
-    launcher: int | None
-
-
 class MemorySteps:
     """Keeps one rank's part of the newest steps in memory.
 
@@ -76,6 +62,7 @@ class MemorySteps:
 
     Args:
         folder: where the links to the memory are; it is this class's own.
+        launcher: the process with which the memory goes; None if it is not on this machine.
         gather: returns, on every rank, the list of what all ranks passed to it.
         room: how many bytes of memory all ranks of the host may take for it.
         files: small files that all steps have alike, by name within the step; known to rank 0.
@@ -86,7 +73,8 @@ class MemorySteps:
     def __init__(
         self,
         folder: Path,
-        rank: MemoryRank,
+        rank: SavingRank,
+        launcher: int | None,
         gather: Callable[[Any], list[Any]],
         room: Callable[[], int],
         files: Mapping[str, bytes],
@@ -94,10 +82,10 @@ class MemorySteps:
         copies: Callable[..., HostCopies] = copies_from,
     ):
         self.folder, self.rank = folder, rank
-        self.session = gather(secrets.token_hex(8))[0]
         self.seconds = 0.0
         """How long the newest copy took."""
-        self._gather, self._room, self._fixed, self._start = gather, room, files, start
+        self._launcher, self._gather, self._room = launcher, gather, room
+        self._fixed, self._start = files, start
         self._copies_of = copies
         self._shares: RankShares | None = None
         self._outlet: Outlet | None = None
@@ -122,7 +110,7 @@ class MemorySteps:
         self._shares = shares = RankShares(tensors, self.rank.rank, MAX_FILE_BYTES)
         copies = self._copies_of(tensor.device for named in tensors.values() for tensor in named.values())
         self._outlet = Outlet(copies)
-        hosts = {host for host, _ in self._gather((socket.gethostname(), self.rank.launcher))}
+        hosts = set(self._gather(socket.gethostname()))
         problem, first = "", 0
         if self.rank.rank == 0:
             try:
@@ -147,11 +135,11 @@ class MemorySteps:
                 logger.warning("no step is kept in memory (ckpt.memory_interval): %s", problem)
         self._given_up = bool(problem)
 
-    def keep(self, step: int, tensors: Tensors, record: Callable[[], MemoryRecord]) -> None:
+    def keep(self, step: int, tensors: Tensors, record: MemoryRecord | None) -> None:
         """Begin to copy `step`; the tensors must not change until `before_update` has returned.
 
         Args:
-            record: called on rank 0, in another thread, while the tensors don't change.
+            record: of the step; on rank 0.
         """
         self.wait()
         self.prepare(tensors)
@@ -200,7 +188,7 @@ class MemorySteps:
         assert self._shares is not None
         if len(hosts) > 1:
             return f"ranks are on {len(hosts)} machines, and it is only for those of one"
-        if self.rank.launcher is None:
+        if self._launcher is None:
             return "the ranks are not on the machine on which the run was started"
         wanted, room = len(SLOTS) * sum(file.size for file in self._shares.files), self._room()
         if wanted > room:
@@ -227,7 +215,7 @@ class MemorySteps:
             "folder": str(self.folder),
             "files": names,
             "layout": layout,
-            "launcher": self.rank.launcher,
+            "launcher": self._launcher,
         }
         with stop_signals_blocked():
             subprocess.run(
@@ -257,7 +245,7 @@ class MemorySteps:
         self._notes, self._maps = {}, {}
 
     def _run(
-        self, slot: str, step: int, values: Mapping[str, torch.Tensor], record: Callable[[], MemoryRecord]
+        self, slot: str, step: int, values: Mapping[str, torch.Tensor], record: MemoryRecord | None
     ) -> None:
         """The part that runs in a thread. Training goes on whatever comes of it."""
         try:
@@ -267,14 +255,13 @@ class MemorySteps:
                 for fd in notes.values():
                     os.ftruncate(fd, 0)
                 fault_point("memory.begin")
-                about = record() if self.rank.rank == 0 else None
                 checksums = self._copy(self._maps[slot], values)
             finally:
                 self._copied.set()
             fault_point("memory.copied")
-            if about is not None:
-                os.pwrite(notes[RECORD], about.to_json(), 0)
-            receipt = make_receipt(receipt_id(self.session, step), checksums)
+            if record is not None:
+                os.pwrite(notes[RECORD], record.to_json(), 0)
+            receipt = make_receipt(receipt_id(self.rank.session, step), checksums)
             os.pwrite(notes[own], json.dumps(receipt).encode(), 0)
             self.seconds = time.monotonic() - started
             fault_point("memory.sealed")

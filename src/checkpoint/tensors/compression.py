@@ -201,10 +201,8 @@ class PackWriter:
         self._file.close()
         table = (json.dumps({"files": self._blocks}, separators=(",", ":")) + "\n").encode()
         (self._step / self.table).write_bytes(table)
-        of_table = FileChecksum(len(table))
-        of_table.add(0, table)
         of_data = FileChecksum(self._size, dict(enumerate(self._crcs)), self._size)
-        return {self.data: of_data, self.table: of_table}
+        return {self.data: of_data, self.table: FileChecksum.of(table)}
 
     def close(self) -> None:
         """Close the file, also if not all of it was written."""

@@ -77,8 +77,7 @@ def write_sources(
     if index is not None:
         name = f"{stem}.safetensors.index.json"
         write_atomic(folder / name, index, durable=True)
-        written[name] = FileChecksum(len(index))
-        written[name].add(0, index)
+        written[name] = FileChecksum.of(index)
     return written
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.run.errors import UsageError
+from cairn.run.output import pyplot
 from cairn.run.tables import print_table
 from cairn.tools.ckpt_output import say
 from cairn.tools.planning.choice import FleetPlan, PlanOutcome, size
@@ -80,18 +81,9 @@ def draw(plan: FleetPlan, path: Path) -> None:
     Raises:
         UsageError: the package that draws is not installed, or the file can't be written.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UsageError(
-            "--png: the package matplotlib is not installed; the extra cairn[dash] brings it"
-        ) from None
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plot = pyplot()
     best, step = plan.best.option, plan.best.option.step_seconds(plan.fleet)
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.2))
+    figure, axes = plot.subplots(figsize=(7.2, 4.2))
     for tier, curve in curves(plan).items():
         steps = [one.option.interval for one in curve]
         lines = axes.plot(steps, [one.goodput for one in curve], "o-", label=f"simulated, {tier}")
@@ -108,7 +100,7 @@ def draw(plan: FleetPlan, path: Path) -> None:
     )
     axes.legend(fontsize=8)
     _save(figure, path)
-    pyplot.close(figure)
+    plot.close(figure)
 
 
 def curves(plan: FleetPlan) -> dict[str, list[PlanOutcome]]:

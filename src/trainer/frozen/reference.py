@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Records of a file."""
-READ_BYTES = 1 << 24
 
 Samples = Callable[[Sequence[int]], Sequence[Sequence[Sample]]]
 """The samples of each record, equally many."""
@@ -81,12 +80,7 @@ class ReferenceWeights:
 def _digest_of_weights(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.glob("*.safetensors")):
-        checksum = FileChecksum(path.stat().st_size)
-        with open(path, "rb") as file:
-            place = 0
-            while data := file.read(READ_BYTES):
-                checksum.add(place, data)
-                place += len(data)
+        checksum = FileChecksum.read(path)
         digest.update(json.dumps([path.name, checksum.size, checksum.chunks()]).encode())
     return digest.hexdigest()
 
