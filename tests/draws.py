@@ -19,6 +19,7 @@ import pytest
 from cairn.run.signals import STOP_SIGNALS
 
 T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., None])
 
 FAMILIES = ("llama", "qwen2", "mistral", "gemma", "phi3", "olmo2", "granite", "gpt_neox", "starcoder2")
 """Families in families.py that are dense and train in packed rows of any length."""
@@ -75,6 +76,14 @@ def cases(table: Sequence[object], name: str, number: int, always: Sequence[obje
         )
         for case in table
     ]
+
+
+def in_turn(promise: str, number: int, of: int) -> Callable[[Test], Test]:
+    """A decorator for each of `of` tests that prove a promise in different ways: a commit has one of them.
+
+    Which one its hash decides; all run with `-m soak`.
+    """
+    return (lambda test: test) if seed(promise) % of == number else pytest.mark.soak
 
 
 def asked(

@@ -61,10 +61,12 @@ FORKED = ("launch.roles", "launch.ray.worker_process", PREFLIGHT, WRITER)
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),
     *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
-    *("HOME", "PYTHONPATH", "PYTHONFAULTHANDLER"),
+    *("HOME", "PYTHONPATH", "PYTHONFAULTHANDLER", "CUBLAS_"),
 )
 """The beginnings of variables that are not read, once and for all, when modules are imported: in HOME
 libraries look for caches, which are in XDG_CACHE_HOME here, and LATER sees to Python's own."""
+OF_A_RANK = ("SPT_NOENV", "PYTHONBREAKPOINT", "PYTORCH_ALLOC_CONF", "GOMP_", "OMP_NUM_THREADS")
+"""What Ray and our worker set for ranks; to the writers that ranks start it is nothing."""
 KEEPER = HERE.parents[1] / "src" / "run" / "keeper.py"
 OF_PYTEST = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """The arguments with which pytest-xdist starts pytest's processes."""
@@ -73,6 +75,7 @@ FORKSERVER = "from multiprocessing.forkserver import main;"
 VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 VLLM_REGISTRY = "vllm.model_executor.models.registry"
 """By this a server looks at a model's class, if vLLM has not noted what it found of it."""
+SERVES = HERE.with_name("integration") / "serve_families.py"
 VLLM_PRELOADED = (VLLM_SERVER, "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -125,15 +128,18 @@ class ForkServer:
             within = _spawned(program) or program[1:3] == ["-m", VLLM_REGISTRY]
             in_time = within or all(name.startswith(as_well) for name in names)
             return self.has_vllm and environment.get("TORCHDYNAMO_DISABLE") == "1" and in_time
-        if not all(name.startswith(AT_ANY_TIME) for name in names):
+        is_writer = program[1:3] == ["-m", f"cairn.{WRITER}"]
+        if not all(name.startswith((*AT_ANY_TIME, *(OF_A_RANK if is_writer else ()))) for name in names):
             return False
         if "PYTHONPATH" in names and _shadows(environment.get("PYTHONPATH", "")):
             return False
+        if program[1:3] == ["-I", "-S"]:
+            return _is_command(Path(_kept(program)[0]))
         if program[1:2] == ["-m"] and len(program) > 2:
             return program[2].removeprefix("cairn.") in FORKED
         if program[1:2] == ["-c"]:
             return bool(IMPORTS_OURS.search(program[2])) or _is_forkserver(program)
-        return program[1:2] == [str(HERE)] or _is_command(Path(program[0]))
+        return program[1:2] == [str(HERE)] or _is_script(program) or _is_command(Path(program[0]))
 
     def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """Have a child of this process forked; returns its process id."""
@@ -212,11 +218,29 @@ def _is_command(program: Path) -> bool:
         return False
 
 
-def _is_vllm(program: Sequence[str]) -> bool:
-    """A server of vLLM's, with or without its keeper, or what that starts: the engine, a look at a class."""
+def _is_script(program: Sequence[str]) -> bool:
+    """A test's own program, or one that a test has written, such as a block of the documentation."""
+    if not program[1:] or not program[1].endswith(".py"):
+        return False
+    path, repository = Path(program[1]), HERE.parents[1]
+    return path.is_absolute() and (path.is_relative_to(HERE.parent) or not path.is_relative_to(repository))
+
+
+def _kept(program: Sequence[str]) -> Sequence[str]:
+    """What a keeper keeps, after a descriptor and what becomes of SIGTERM; other programs as they are."""
     if program[1:3] == ["-I", "-S"] and Path(program[3]).resolve() == KEEPER:  # also through the link cairn
-        program = program[6:]  # what the keeper keeps, after a descriptor and what becomes of SIGTERM
-    return program[1:3] in (["-m", VLLM_SERVER], ["-m", VLLM_REGISTRY]) or _spawned(program)
+        return program[6:]
+    return program
+
+
+def _is_vllm(program: Sequence[str]) -> bool:
+    """A server of vLLM's, with or without its keeper, or what that starts: the engine, a look at a class.
+
+    And a test's own program that serves families one after the other.
+    """
+    program = _kept(program)
+    servers = (["-m", VLLM_SERVER], ["-m", VLLM_REGISTRY])
+    return program[1:3] in servers or program[1:2] == [str(SERVES)] or _spawned(program)
 
 
 def _spawned(program: Sequence[str]) -> bool:

@@ -148,6 +148,8 @@ def _as_a_command() -> Iterator[dict[str, str]]:
 
 def _starts_vllm(name: str, arguments: tuple[object, ...]) -> bool:
     """Whether a command starts a server of vLLM's, by its command line."""
+    if name == "cairn":
+        return arguments[:1] == ("service",)
     return name == "inference" or (name == "rl" and not any("inference-url" in str(a) for a in arguments))
 
 
@@ -314,6 +316,28 @@ class Shell:
         finished = self.run(name, *arguments)
         assert finished.code == 0, finished.output
         return finished.output
+
+
+def run_python(
+    *arguments: object, environment: Mapping[str, str] | None = None, vllm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a script or a piece of code in the repository's root, as commands run; it imports `cairn`.
+
+    Args:
+        environment: goes over that of commands.
+        vllm: it imports vLLM, too.
+    """
+    server = _fork_server_with_vllm() if vllm else _fork_server()
+    with fork_server.forking(server):
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=REPOSITORY,
+            env={**environment_of_commands(), **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def environment_of_commands(ours: Mapping[str, str] = AT_FIRST) -> dict[str, str]:

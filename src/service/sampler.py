@@ -117,7 +117,10 @@ class SampleServer:
                 settings, str(model), Path(config.output_dir) / "logs" / "inference.log", deaf=True
             )
             url = self._own.url
-        self._client = InferenceClient(url, timeout_setting="sampling_params.max_tokens", retry_for=60.0)
+        # A server of its own is started again as soon as it does not listen, so there is less to wait for.
+        self._client = InferenceClient(
+            url, timeout_setting="sampling_params.max_tokens", retry_for=3.0 if self._own else 60.0
+        )
         self._giving = asyncio.Lock()
         self._status: ServerStatus | None = None
         self._has: dict[str, ServedAdapter] = {}
@@ -228,10 +231,15 @@ class SampleServer:
     async def _revive(self) -> None:
         """Start the service's own server again if it has died."""
         async with self._giving:
-            if self._own is None or self._own.alive:
+            if self._own is None:
                 await asyncio.sleep(0.2)
                 return
-            logger.warning("the inference server has died, and is started again")
+            try:
+                await asyncio.to_thread(self._own.check)
+                await asyncio.sleep(0.2)
+                return
+            except ServerFailed as error:
+                logger.warning("the inference server is started again: %s", error)
             self._has.clear()
             self._status = None
             with contextlib.suppress(UsageError):

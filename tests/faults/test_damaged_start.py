@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import draws
 import pytest
 from runs import (
     CONFIGS,
@@ -66,7 +67,7 @@ def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: 
     assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
 
 
-@pytest.mark.parametrize("place", ["a name in the header", "the last byte"])
+@pytest.mark.parametrize("place", draws.cases(["a name in the header", "the last byte"], __name__, 1))
 def test_all_ranks_go_back_together(shell: Shell, stopped: Path, place: str):
     """Whether each of them stumbles over it, or one of two has read it."""
     file = step_folder(stopped, 8) / "model" / "model.safetensors"

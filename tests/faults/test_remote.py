@@ -178,6 +178,7 @@ def test_the_store_as_folder_makes_the_disk_a_cache(store: Store, straight: Path
     assert store.shell.run("ckpt", "audit", run).code == 0
 
 
+@draws.in_turn("killed uploaders", 0, 2)
 def test_uploaders_that_are_killed_leave_whole_steps_only(store: Store, tmp_path: Path):
     """At every point; the next one goes on, and the run, which does not notice, ends well."""
     url = "s3://bucket/killed"
@@ -199,6 +200,7 @@ def test_uploaders_that_are_killed_leave_whole_steps_only(store: Store, tmp_path
     assert len(rows(run)) == END
 
 
+@draws.in_turn("killed uploaders", 1, 2)
 @pytest.mark.parametrize("before", [*draws.cases(POINTS[:3], __name__, 1), pytest.param("", marks=SOAK)])
 def test_machines_that_are_lost_at_points_of_an_upload(
     store: Store, straight: Path, tmp_path: Path, before: str
@@ -249,6 +251,7 @@ def test_machines_that_are_lost_at_points_of_an_upload(
     assert store.shell.run("ckpt", "audit", run).code == 0
 
 
+@draws.in_turn("a store in trouble", 0, 3)
 def test_a_store_that_dies_and_comes_back(store: Store, straight: Path, tmp_path: Path):
     """Training goes on without it, and the uploader goes on with it."""
     own, run, port = tmp_path / "own", tmp_path / "run", free_port()
@@ -283,6 +286,7 @@ def test_a_store_that_dies_and_comes_back(store: Store, straight: Path, tmp_path
         verify(own / "bucket/back" / path.stem)
 
 
+@draws.in_turn("a store in trouble", 1, 3)
 def test_a_store_that_is_away_stops_no_training(store: Store, tmp_path: Path):
     """Warnings, then exit code 1 at the end; the same command again uploads what is missing."""
     url, run = "s3://bucket/away", tmp_path / "run"
@@ -305,6 +309,7 @@ def test_a_store_that_is_away_stops_no_training(store: Store, tmp_path: Path):
     assert store.steps("away")[-1] == END
 
 
+@draws.in_turn("a store in trouble", 2, 3)
 def test_a_slow_network_stops_no_training(store: Store, tmp_path: Path):
     """Training is over while a step is on its way; the run waits for its last one, however long it takes.
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import draws
 import pytest
 from runs import (
     CONFIGS,
@@ -56,6 +57,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     shutil.rmtree(f"/tmp/ray_{JOB}", ignore_errors=True)  # a node's own logs of Ray, which jobs leave there
 
 
+@draws.in_turn("a job of Slurm", 0, 2)
 def test_a_job_is_stopped_and_queued_again(shell: Shell, slurm: dict[str, str], tmp_path: Path):
     """Its steps and weights are those of an undisturbed run."""
     run, straight = tmp_path / "run", tmp_path / "straight"
@@ -91,6 +93,7 @@ def test_a_job_is_stopped_and_queued_again(shell: Shell, slurm: dict[str, str], 
     assert_same_bits(tensors(step_folder(run, LAST)), tensors(step_folder(straight, LAST)))
 
 
+@draws.in_turn("a job of Slurm", 1, 2)
 @pytest.mark.skipif(shutil.which("ip") is None, reason="a node finds its own address by ip of iproute2")
 def test_a_job_on_two_nodes_has_a_ray_cluster_of_its_own(shell: Shell, slurm: dict[str, str], tmp_path: Path):
     """Both nodes are this machine, and Ray is real; it ends with the job."""

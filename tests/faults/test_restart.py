@@ -147,7 +147,7 @@ def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
-@pytest.mark.parametrize("moment", ["commit.before_manifest", "commit.done"])
+@pytest.mark.parametrize("moment", draws.cases(["commit.before_manifest", "commit.done"], __name__, 1))
 def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     shell: Shell, server: Server, rl: tuple[object, ...], tmp_path: Path, moment: str
 ):
@@ -177,6 +177,7 @@ def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
+@draws.in_turn("a damaged checkpoint in RL", 0, 2)
 def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
@@ -224,6 +225,7 @@ def damage_a_policy(command: Command, run: Path, server: Server) -> int:
     return step
 
 
+@draws.in_turn("a damaged checkpoint in RL", 1, 2)
 def test_a_run_whose_checkpoint_the_trainer_finds_damaged(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):

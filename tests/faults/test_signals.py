@@ -347,7 +347,7 @@ def test_time_in_which_a_run_is_stopped_does_not_count(shell: Shell, tmp_path: P
     """All its processes are, and then its launcher alone (Ctrl-Z), for longer than a hang may last."""
     run = tmp_path / "run"
     limits = ("--heartbeat-timeout", 15, "--max-restarts", 0)
-    with shell.start(*SFT, "--ckpt", "--max-steps", 600, *limits, "--output-dir", run) as command:
+    with shell.start(*SFT, "--ckpt", "--max-steps", 200, *limits, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
         # Parents first, and last when they go on: they watch those that they have started.
         everybody = [command.process.pid, *sorted(pid for pid, _ in command.family())]
@@ -362,7 +362,7 @@ def test_time_in_which_a_run_is_stopped_does_not_count(shell: Shell, tmp_path: P
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert "restart" not in finished.output
-    whole_rows(run, 600)
+    whole_rows(run, 200)
 
 
 # Ray

@@ -1,27 +1,15 @@
 """Serve families of tests/families.py one after the other with vLLM in this process; prints a JSON line each.
 
-python serve_families.py FOLDER FAMILY...
+python serve_families.py FOLDER FAMILY... , in the environment that test_served_families.py gives it
 """
 
 import gc
 import json
-import os
 import sys
 import time
 import traceback
 from pathlib import Path
 
-os.environ |= {
-    "VLLM_PLUGINS": "cairn",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import families

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY
+from runs import REPOSITORY, run_python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,6 +38,7 @@ SCRIPTS = sorted(
 )
 HELP = """
 import contextlib, io, runpy, sys
+import cairn
 for script in sys.argv[1:]:
     shown = io.StringIO()
     sys.argv, sys.path[0] = [script, "--help"], "benchmarks"
@@ -53,9 +54,7 @@ for script in sys.argv[1:]:
 def test_all_read_their_command_lines():
     """All in one process, since imports take longest: what they import of the package is there."""
     scripts = [f"benchmarks/{name}.py" for name in SCRIPTS]
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, *scripts], cwd=REPOSITORY, capture_output=True, text=True, timeout=580
-    )
+    done = run_python("-c", HELP, *scripts)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{script} True" for script in scripts]
 

@@ -22,7 +22,7 @@ import families
 import httpx
 import pytest
 import torch
-from runs import DEADLINE, Shell, forking_servers
+from runs import DEADLINE, Shell, forking_servers, run_python
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -775,18 +775,14 @@ def test_native_sequence_of_vllm_works_and_refuses_as_well(
 
 
 def test_routes_that_change_the_server_need_the_token(inference_server: Server):
-    listing = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import json; from vllm.entrypoints.rl.online.api_router import router;"
-            "print(json.dumps([[m, route.path] for route in router.routes for m in route.methods]))",
-        ],
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout
-    routes = [tuple(route) for route in json.loads(listing.splitlines()[-1])]
+    listing = run_python(
+        "-c",
+        "import cairn, json; from vllm.entrypoints.rl.online.api_router import router;"
+        "print(json.dumps([[m, route.path] for route in router.routes for m in route.methods]))",
+        vllm=True,
+    )
+    assert listing.returncode == 0, listing.stderr
+    routes = [tuple(route) for route in json.loads(listing.stdout.splitlines()[-1])]
     assert ("POST", "/update_weights") in routes
     token = authorised(inference_server)
     with httpx.Client(base_url=inference_server.url, timeout=30) as http:

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import draws
 import httpx
 import pytest
 import torch
@@ -675,7 +676,7 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
 
 
-@pytest.mark.parametrize("transport", ["files", "network"])
+@pytest.mark.parametrize("transport", draws.cases(["files", "network"], "adapters", 1))
 def test_servers_get_an_adapter(shell: Shell, server: Server, trained: Path, tmp_path: Path, transport: str):
     """In files as it is, over the network merged and as deltas; after a resume, too, whatever the server had
     meanwhile."""

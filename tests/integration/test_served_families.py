@@ -6,20 +6,28 @@ Of a few typical families, drawn by the commit; `pytest -m families` tries all o
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import draws
 import pytest
 from families import FAMILIES, SERVED, UNSERVED
+from runs import run_python
 
 TYPICAL = ("qwen3_tied", "llama", "phi", "mistral_sliding", "qwen3_moe", "gpt_oss", "falcon_h1", "lfm2_moe")
 IN_A_COMMIT = 3
 SCRIPT = Path(__file__).with_name("serve_families.py")
+ENVIRONMENT = {
+    "VLLM_PLUGINS": "cairn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 ROUNDING = {"yes": 3e-6, "up to 3e-4": 3e-4}
 ALMOST_ALL = 0.99
 """Of the experts that a server tells, the share that transformers chooses, too: two may be equally good."""
@@ -27,9 +35,7 @@ ALMOST_ALL = 0.99
 
 def find_out(families: Iterable[str], folder: Path) -> dict[str, dict]:
     """What comes of serving each, all in one process of their own."""
-    command = [sys.executable, SCRIPT, folder, *families]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    result = run_python(SCRIPT, folder, *families, environment=ENVIRONMENT, vllm=True)
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert result.returncode == 0, result.stderr[-3000:]
     return {line["family"]: line for line in lines}

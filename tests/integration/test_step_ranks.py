@@ -493,7 +493,7 @@ def test_any_ranks_make_the_step_of_one(found: Path, world: str):
                 torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 6))
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 4))
 def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
     """And docs/reference/models.md says so."""
     refusals = {"context": UNSHARED, "tensor": UNDIVIDED, "expert": UNDEALT, "both": NOT_BOTH}

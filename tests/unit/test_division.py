@@ -96,12 +96,12 @@ def test_a_dry_run_says_who_gets_what_and_why(
     assert "  GPUs 0, 1, 2, 3 train; GPUs 4, 5, 6, 7 serve (2 servers)\n" in said
     assert "  inference.tensor_parallel = 2: of 24.0 GiB a GPU, the weights take 7.6 GiB, and" in said
     assert "  inference.servers = 2: half of the GPUs" in said
-    answers = ("--orchestrator.sampling.max-tokens", "2048", "--trainer.activation-checkpointing")
+    answers = ("--orchestrator.sampling.max-tokens", "512", "--trainer.activation-checkpointing")
     config, said = planned("--machine", "8x80G,1T", *answers)
     assert config.inference.servers == 8 - config.trainer.workers
     assert f"  inference.servers = {config.inference.servers}: the fastest of " in said
     assert re.search(
-        r"7 divisions in a simulation with answers of 1024 tokens .*: about [0-9,]+ tokens/s of answers, "
+        r"7 divisions in a simulation with answers of 256 tokens .*: about [0-9,]+ tokens/s of answers, "
         r"ranks busy [0-9]+% of the time",
         said,
     )

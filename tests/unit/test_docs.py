@@ -4,7 +4,6 @@ import ast
 import importlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import REPOSITORY
+from runs import REPOSITORY, run_python
 
 import cairn
 from cairn.config.cli import COMMANDS, hidden_settings
@@ -37,9 +36,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 def run_script(path: Path, *blocks: str) -> str:
     """Run them as one program in the repository's root; returns what it prints."""
     path.write_text("\n".join(blocks))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, path]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = run_python(path, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

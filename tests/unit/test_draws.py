@@ -69,3 +69,23 @@ def test_some_cases_run_in_each_commit_and_all_sooner_or_later(monkeypatch: pyte
     draws.commit.cache_clear()
     assert all(len(run) == 2 and run[-1] == ("d",) for run in now)
     assert {run[0] for run in now} == {("a", 1), ("b",), ("c",)}
+
+
+def test_one_of_the_tests_of_a_promise_runs_in_each_commit(monkeypatch: pytest.MonkeyPatch):
+    """Sooner or later each of them, and the others are in the soak tier."""
+
+    found = set()
+    for commit in map(str, range(30)):
+        draws.commit.cache_clear()
+        monkeypatch.setenv("CAIRN_TESTS_COMMIT", commit)
+        marks = []
+        for number in range(3):
+
+            def test() -> None: ...
+
+            marks.append(getattr(draws.in_turn("x", number, 3)(test), "pytestmark", []))
+        (there,) = (number for number, mark in enumerate(marks) if not mark)
+        assert [mark.name for one in marks for mark in one] == ["soak", "soak"]
+        found.add(there)
+    draws.commit.cache_clear()
+    assert found == {0, 1, 2}
