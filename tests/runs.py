@@ -318,6 +318,13 @@ class Shell:
         return finished.output
 
 
+@contextlib.contextmanager
+def forking_commands() -> Iterator[dict[str, str]]:
+    """Let this thread fork what it starts of Cairn, also `python -c`; gives the environment of commands."""
+    with fork_server.forking(_fork_server()):
+        yield environment_of_commands()
+
+
 def run_python(
     *arguments: object, environment: Mapping[str, str] | None = None, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
@@ -327,8 +334,7 @@ def run_python(
         environment: goes over that of commands.
         vllm: it imports vLLM, too.
     """
-    server = _fork_server_with_vllm() if vllm else _fork_server()
-    with fork_server.forking(server):
+    with fork_server.forking(_fork_server_with_vllm() if vllm else _fork_server()):
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=REPOSITORY,

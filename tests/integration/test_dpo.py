@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import draws
 import pytest
 from runs import CONFIGS, Shell, assert_same_bits, rows, step_folder, tensors, untimed, whole_rows
 from transformers import AutoConfig
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.timeout(900)
 FAULTS = ("reference.written:kill", "commit.done:kill")
 
 
+@draws.in_turn("killed on preferences", 0, 2)
 def test_a_run_that_is_killed_is_as_if_it_never_was(shell: Shell, tmp_path: Path):
     """While the reference scores the records, and between two steps; the reference scores them once."""
     random = ("--model.name", f"{CONFIGS}/model", "--model.init-seed", 0)
@@ -35,6 +37,7 @@ def test_a_run_that_is_killed_is_as_if_it_never_was(shell: Shell, tmp_path: Path
     assert "no violation" in shell.succeed("ckpt", "audit", runs[1])
 
 
+@draws.in_turn("killed on preferences", 1, 2)
 def test_a_reward_model_that_is_killed_goes_on(shell: Shell, tmp_path: Path):
     """And the loss falls below that of a model that knows nothing, which is log 2."""
     reward = ("reward", "@", f"{CONFIGS}/reward.toml", "--max-steps", 6, "--ckpt.interval", 3)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import draws
 import pytest
 from runs import CONFIGS, REPOSITORY, Command, Finished, Shell, free_port, rows
 
@@ -133,6 +134,7 @@ def test_a_cluster_that_does_not_let_us_in(
     assert cluster.token not in done.output
 
 
+@draws.in_turn("too few nodes", 0, 2)
 def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path):
     """Said once nodes have had the time to join, and nothing is touched; it may be tried again."""
     (home / ".ray" / "auth_token").write_text(cluster.token)
@@ -156,6 +158,7 @@ def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int
     assert ("1 of 2 nodes have joined" in done.stderr) == (code == 1)
 
 
+@draws.in_turn("too few nodes", 1, 2)
 def test_a_node_that_joins_while_the_run_waits(shell: Shell, cluster: Cluster, home: Path):
     """As a pod does whose image takes minutes to fetch."""
     (home / ".ray" / "auth_token").write_text(cluster.token)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import make
-from runs import ABOUT, Finished, flip, read
+from runs import ABOUT, Finished, flip, read, run_python
 from safetensors.torch import load_file
 
 from cairn.checkpoint.retention import apply_retention
@@ -404,8 +403,7 @@ def test_a_killed_export_of_all_is_repeated(ckpt, store: CheckpointStore, tmp_pa
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_6")
     assert ckpt("export", tmp_path / "two", *command[2:]).code == 0
     times = [(out / f"step_{n}").stat().st_mtime_ns for n in (2, 4)]
-    faults = {**os.environ, "CAIRN_FAULT": "export.before_fsync:kill"}
-    killed = subprocess.run([sys.executable, "-c", program, *command], env=faults, check=False)
+    killed = run_python("-c", program, *command, environment={"CAIRN_FAULT": "export.before_fsync:kill"})
     assert killed.returncode == -signal.SIGKILL
     assert not (out / "step_6").exists()
     assert (out / f"step_6{UNFINISHED}").exists()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import forking_commands
 
 from cairn.launch.supervise.slot import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
@@ -138,9 +139,9 @@ def test_a_poisonous_call_fails_after_its_tries_and_the_others_do_not(
     record, died = tmp_path / "heartbeats" / "orchestrator.calls", 0
     while True:
         log = tmp_path / f"log_{died}"
-        with open(log, "wb") as out:
+        with open(log, "wb") as out, forking_commands() as variables:
             command = [sys.executable, "-c", PROCESS, str(record), poison, str(threads), environment]
-            process = subprocess.Popen(command, stdout=out, stderr=out)
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=variables)
         if printed := end_of(process, record, log):
             break
         died += 1

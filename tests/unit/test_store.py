@@ -5,15 +5,13 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import runs
 import torch
-from runs import flip
+from runs import flip, run_python
 
 from cairn.checkpoint import checksums, manifest
 from cairn.checkpoint.checksums import CHUNK_BYTES
@@ -457,6 +455,5 @@ def test_the_command_finds_damage(store: CheckpointStore):
 def ckpt(*arguments: object) -> tuple[int, str]:
     """The command as a process of its own."""
     code = "import sys; from cairn.launch.main import ckpt; sys.exit(ckpt())"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_python("-c", code, *arguments)
     return result.returncode, result.stdout
