@@ -44,6 +44,8 @@ class SharedConfig(CommandConfig):
     """Seed of all random draws of the run."""
     max_steps: int = Field(default=100, ge=1)
     """Total optimiser steps of the run, including those before a resume."""
+    stop_after: int | None = Field(default=None, ge=1)
+    """Save and stop after this step, as after Ctrl-C (exit code 75); --ckpt.resume auto goes on from it."""
     output_dir: AbsolutePath = Field(default="outputs/rl", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     ckpt: CkptConfig | None = None

@@ -101,12 +101,21 @@ def choose_start(
         print(
             f"{link} is a symbolic link, so it is no step of this run; its target stays untouched", flush=True
         )
+    if ckpt is None and config.stop_after is not None:
+        raise UsageError(
+            f"--stop-after {config.stop_after}: without --ckpt nothing would be saved; add --ckpt"
+        )
     if ckpt is None or not ckpt.resumes:
         return _fresh(config, store)
     start = _Choice(config, ckpt, store, needs, damaged, away).make()
     if start.folder:
         _check_parts(start, needs)
         _check_fit(config, start)
+    if config.stop_after is not None and start.step >= config.stop_after and not is_complete(config, start):
+        raise UsageError(
+            f"--stop-after {config.stop_after}: the run resumes from step {start.step}, which is no earlier; "
+            "give a later step, or leave it out"
+        )
     if (early := ended_early(config, start)) and ckpt.resume != "auto":
         raise UsageError(f"{early}; or resume from an earlier step")
     if is_complete(config, start) and ckpt.resume != "auto":

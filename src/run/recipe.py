@@ -41,7 +41,7 @@ class Compared:
 
 OF_ANY_ROLE = (
     "model",  # whose architecture and tokenizer are compared by content, and whose weights are the step's
-    *("dry_run", "machine", "output_dir", "max_steps", "ckpt", "self_check"),
+    *("dry_run", "machine", "output_dir", "max_steps", "stop_after", "ckpt", "self_check"),
     *("max_restarts", "heartbeat_timeout", "hang_timeout", "standby", "preemption", "colocated"),
     *("sinks", "log_format"),
 )

@@ -245,6 +245,8 @@ class Training:
 
     def _decide(self, step: int) -> tuple[Decision, bool]:
         """What happens after `step`, and whether somebody asked the run to stop; the same on all ranks."""
+        if step == self.config.stop_after and self.group.rank == 0:
+            self.run_directory.request_stop(f"--stop-after {step}")
         asked_to_stop, overdue, *flags = self.group.any_of(
             self.run_directory.stop_requested() is not None,
             self._checkpoints.overdue(),

@@ -204,6 +204,17 @@ def test_a_step_that_nobody_will_load_is_read_when_it_is_chosen(run: Path):
     assert choose(run, "auto", max_steps=8).step == 4
 
 
+def test_a_run_that_is_to_stop_has_a_step_to_take_before(run: Path):
+    """And saves it."""
+    assert choose(run, "latest", stop_after=9).step == 8
+    assert choose(run, "auto", max_steps=8, stop_after=8).step == 8, "it is complete"
+    with pytest.raises(UsageError, match="--stop-after 8: the run resumes from step 8, which is no earlier"):
+        choose(run, "auto", stop_after=8)
+    unsaved = TrainerConfig(output_dir=str(run.with_name("other")), stop_after=3)
+    with pytest.raises(UsageError, match="--stop-after 3: without --ckpt nothing would be saved"):
+        choose_start(unsaved, needs=PARTS)
+
+
 def test_without_the_self_check_nobody_samples_from_weights_that_were_not_read(run: Path):
     """With it, no answer counts before the trainer has loaded them."""
     file = run / "checkpoints" / "step_8" / "model" / "model-00001-of-00002.safetensors"
