@@ -17,7 +17,14 @@ while the former wait."""
 
 TOGETHER = {
     "restart": ["test_restart", "test_chaos", "test_poisonous"],
-    "rl": ["test_rl", "test_served_adapters", "test_tools_run", "test_disagreement", "test_api_runs"],
+    "rl": [
+        "test_rl",
+        "test_served_adapters",
+        "test_branches",
+        "test_tools_run",
+        "test_disagreement",
+        "test_api_runs",
+    ],
     "step ranks": ["test_step_ranks"],
     "remote": ["test_remote"],
     "inference": ["test_inference", "test_pool", "test_sleep"],

@@ -46,6 +46,70 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # Branches
+    M(
+        "a branch's file goes over flags",
+        "with_branch",
+        "arguments.over.append(Layer(file, (), content))",
+        "arguments.layers.append(Layer(file, (), content))",
+        "test_branches",
+    ),
+    M(
+        "what branches share can't be given to one of them",
+        "with_branch",
+        "if path[: len(own)] == own:",
+        "if path == ():",
+        "test_branches",
+    ),
+    M(
+        "a choice that is on record is not made again",
+        "Branches.choose",
+        "if any(choice.step == step for choice in states.choices):",
+        "if step < 0:",
+        "test_branches",
+    ),
+    M(
+        "both branches' steps count as the age of a shared answer",
+        "Siblings.answer",
+        "left = self._bound - (step - 1 - self._since)",
+        "left = self._bound",
+        "test_branches",
+    ),
+    M(
+        "a shared answer ages with each step of its policy",
+        "mirrored",
+        "return 2 * since - step",
+        "return since",
+        "test_branches",
+    ),
+    M(
+        "answers that are sampled otherwise are not shared",
+        "Siblings._fits",
+        "and _settings(ours) == _settings(theirs)",
+        "",
+        "test_branches",
+    ),
+    M(
+        "a shared answer is in the own ledger",
+        "Siblings.answer",
+        "self._ledger.share(group, SharedFrom(whose, self._since))",
+        "group.shared = SharedFrom(whose, self._since)",
+        "test_branches",
+    ),
+    M(
+        "what other branches may take outlives the checkpoint",
+        "Ledger.fold",
+        'doomed = "SELECT place FROM groups WHERE batch > ? AND batch <= ?"',
+        'doomed = "SELECT place FROM groups WHERE batch > min(?, 0) AND batch <= ?"',
+        "test_branches",
+    ),
+    M(
+        "policies of another run stay loaded",
+        "too_many",
+        "own = [one for one in loaded if run_of(one.version) == whose]",
+        "own = list(loaded)",
+        "test_unmerged",
+    ),
     # The service
     M(
         "a call that is sent again is told from another one of its number",

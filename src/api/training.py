@@ -65,6 +65,8 @@ def _train(command: str, cls: type[Config], config: object, settings: Mapping[st
     """What a command does."""
     try:
         checked: Any = _checked(cls, config, settings, needs=KINDS[command].needs)
+        if getattr(checked, "branch", ()):
+            raise UsageError("branch: several branches are for the command rl; here, call cairn.rl for each")
         from cairn.launch.commands import start
 
         return _run(lambda: start(command, checked), checked.output_dir)

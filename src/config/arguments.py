@@ -40,9 +40,15 @@ class Arguments:
     """The files, those for the whole configuration first."""
     flags: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
     """Keys and value of each flag, in order; values are not yet checked."""
+    over: list[Layer] = field(default_factory=list[Layer])
+    """Files that override the flags, too."""
+
+    def values(self, path: tuple[str, ...]) -> list[Any]:
+        """What the newest flag of a list has said so far."""
+        return next((value for known, value in reversed(self.flags) if known == path), [])
 
     def merged(self, root: Setting) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-        """All values in one tree: later files override earlier ones, and flags override files.
+        """All values in one tree: later files override earlier ones, flags these, and files of `over` all.
 
         Also returns the file that each value came from, by its keys; values from flags are not in it.
         """
@@ -61,6 +67,8 @@ class Arguments:
             _assign(tree, root, path, value)
             for known in [known for known in sources if known[: len(path)] == path]:
                 del sources[known]
+        for layer in self.over:
+            _lay(tree, layer.content, root, layer.file, sources)
         return tree, sources
 
 
@@ -110,11 +118,13 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
             if equals:
                 raise UsageError(f"--{name} takes no value")
             continue
-        found.flags.append(
+        flag = (
             _value_of(setting, name, words, forced=bool(equals))
             if setting
             else _unknown(path, name, words, root, forced=bool(equals))
         )
+        earlier = found.values(path) if setting and setting.is_repeated else []
+        found.flags.append((flag[0], [*earlier, *flag[1]] if earlier else flag[1]))
     found.layers += of_sections
     found.flags += _by_place(without_flag, root)
     return found

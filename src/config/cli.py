@@ -8,13 +8,14 @@ Any mistake in it is a `UsageError`: one clear message and exit code 2, before a
 import functools
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
+from cairn.config.branches import names_of, with_branch
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
@@ -76,7 +77,18 @@ def resolve(cls: type[Config], arguments: Arguments) -> Config:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise UsageError(_readable(error, cls, values, sources, arguments.layers)) from None
+        layers = [*arguments.layers, *arguments.over]
+        raise UsageError(_readable(error, cls, values, sources, layers)) from None
+
+
+def load_branches(cls: type[Config], argv: list[str], files: Sequence[str]) -> dict[str, Config]:
+    """The configuration of each branch by its name: what `argv` asks for, with the branch's file over it.
+
+    Raises:
+        UsageError: as `load`, or a file has a setting that no branch may have for itself.
+    """
+    root = settings_of(cls)
+    return {name: resolve(cls, with_branch(argv, root, file)) for name, file in names_of(files).items()}
 
 
 def require(config: BaseConfig, *names: str) -> None:

@@ -31,7 +31,7 @@ one GPU with 80 GiB at a few thousand tokens each, and are computed again whenev
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    unlisted = frozenset({"colocated", "teachers", "router_replay"})
+    unlisted = frozenset({"colocated", "teachers", "router_replay", "siblings", "branched_at"})
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts its own with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -88,6 +88,15 @@ class OrchestratorConfig(SharedConfig):
     """Keep the experts that servers choose for each token, for the trainer; trainer.router_replay sets it."""
     colocated: bool = False
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
+    siblings: dict[str, str] = {}
+    """The run directories of other branches whose answers may be taken, by name; rl --branch sets it."""
+    branched_at: int = Field(default=0, ge=0)
+    """The step from which all these branches have started; rl --branch sets it."""
+
+    @property
+    def spared_batches(self) -> int:
+        """The last batch that may have answers which other branches may take; 0 if there are no others."""
+        return self.branched_at + 1 + 2 * self.max_off_policy_steps if self.siblings else 0
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
         sampling = self.sampling.left_to(chunk_tokens=8192 if gpu_servers else CHUNK_TOKENS)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from cairn.config.branches import BranchesConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import IN_FLIGHT, OrchestratorConfig
 from cairn.config.shared import (
@@ -84,12 +85,16 @@ class RLConfig(SharedConfig, SupervisionConfig):
     """Reinforcement learning: a trainer, an orchestrator and, unless given addresses of some, servers."""
 
     shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
+    repeated: ClassVar[frozenset[str]] = frozenset({"branch"})
 
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: ServersConfig = ServersConfig()
     colocate: bool | None = None
     """Trainer and server take turns on one GPU (default: where there is only one for both)."""
+    branch: list[str] = []
+    """Files of settings over the others, each of which makes a branch: docs/how-to/branches.md."""
+    branches: BranchesConfig = BranchesConfig()
     slurm: RLSlurmConfig | None = None
 
     @model_validator(mode="before")

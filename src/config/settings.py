@@ -54,6 +54,11 @@ class Setting:
         return bool(self.path) and self.path[-1] in getattr(self.owner, "positional", ())
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether it is a list to which each of its flags adds, rather than beginning it anew."""
+        return bool(self.path) and self.path[-1] in getattr(self.owner, "repeated", ())
+
+    @property
     def flag(self) -> str:
         """The setting as it is given: as a flag; in capitals, if it is given without one."""
         return self.path[-1].upper() if self.is_positional else f"--{self.name}"
@@ -199,6 +204,8 @@ class BaseConfig(BaseModel):
     positional: ClassVar[tuple[str, ...]] = ()
     """Of a command: fields that are given in this order, without a flag. One may be a list, which takes all
     words that the others leave."""
+    repeated: ClassVar[frozenset[str]] = frozenset()
+    """Lists whose flag may be given several times, and adds to the list each time."""
     unlisted: ClassVar[frozenset[str]] = frozenset()
     """Fields that --help and hints leave out: they allow a single value, have a newer name, or are set by
     another setting."""

@@ -3,6 +3,7 @@
 Each part imports only parts below it, as folders of `src/` do:
 
     main
+    branches/
     commands
     supervisor, roles, slurm/
     plan/

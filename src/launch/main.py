@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.config.cli import COMMANDS, load, require
+from cairn.config.cli import COMMANDS, load, load_branches, require
+from cairn.config.rl import RLConfig
 from cairn.config.service import ServiceConfig
 from cairn.run.errors import UsageError, one_of
 from cairn.run.exits import EXIT_STOPPED, answer
@@ -38,7 +39,17 @@ def reward() -> int:
 
 def rl() -> int:
     """`rl --trainer @train.toml --orchestrator @orch.toml`: a complete RL run."""
-    return _start("rl")
+
+    def run() -> int:
+        config = load(RLConfig, sys.argv[1:])
+        if not config.branch:
+            return _begin("rl", config)
+        each = load_branches(RLConfig, sys.argv[1:], config.branch)
+        with saying("importing PyTorch and Ray"), importing():
+            from cairn.launch.branches.turns import run_branches
+        return run_branches(config, each)
+
+    return answer(run, stopped=EXIT_STOPPED)
 
 
 def trainer() -> int:
@@ -81,21 +92,22 @@ def eval() -> int:
 def _start(command: str, stopped: int = EXIT_STOPPED) -> int:
     """Read the command line of a command with a plan, and start it. `stopped`: its exit code after Ctrl-C."""
 
-    def run() -> int:
-        config = load(COMMANDS[command], sys.argv[1:])
-        slurm: SlurmConfig | None = getattr(config, "slurm", None)
-        if slurm is not None:
-            return _submit(command, config, slurm)
-        if config.dry_run:
-            with saying("reading the configuration of the model, the machine and the data"):
-                from cairn.launch.commands import start
+    return answer(lambda: _begin(command, load(COMMANDS[command], sys.argv[1:])), stopped=stopped)
 
-                return start(command, config)
-        with saying("importing PyTorch and Ray"), importing():
+
+def _begin(command: str, config: Any) -> int:
+    """Start a command with these settings; returns its exit code."""
+    slurm: SlurmConfig | None = getattr(config, "slurm", None)
+    if slurm is not None:
+        return _submit(command, config, slurm)
+    if config.dry_run:
+        with saying("reading the configuration of the model, the machine and the data"):
             from cairn.launch.commands import start
-        return start(command, config)
 
-    return answer(run, stopped=stopped)
+            return start(command, config)
+    with saying("importing PyTorch and Ray"), importing():
+        from cairn.launch.commands import start
+    return start(command, config)
 
 
 def _submit(command: str, config: Any, slurm: "SlurmConfig") -> int:
@@ -170,6 +182,14 @@ def dash() -> Callable[[], int]:
     return run
 
 
+@_tool
+def branches() -> Callable[[], int]:
+    """`branches FOLDER`: the branches of a run (rl --branch), and how they compare; ends one of them."""
+    with saying("importing what reads runs"):
+        from cairn.tools.branches import run
+    return run
+
+
 def _of_runs(name: str) -> Callable[[], int]:
     """A command that only reads run directories."""
     with saying("importing what reads runs"):
@@ -218,7 +238,7 @@ EACH: dict[str, Callable[[], int]] = {
     for command in (
         *(new, sft, dpo, reward, rl, eval, chat, env),
         *(inference, service, trainer, orchestrator),
-        *(runs, watch, dash, diagnose, report, rollouts, ckpt, chaos),
+        *(runs, watch, dash, diagnose, report, rollouts, branches, ckpt, chaos),
     )
 }
 """All commands by name, in the order of `cairn --help`."""

@@ -22,6 +22,7 @@ from cairn.orchestrator.prompts.prompts import DifficultyFilter, Prompts
 from cairn.orchestrator.prompts.sources import problems_of
 from cairn.orchestrator.rollout_log import rows_of
 from cairn.orchestrator.rollouts import AnswerGroup
+from cairn.orchestrator.siblings import Siblings
 from cairn.orchestrator.state import OrchestratorState
 from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run.batches import RLBatch, Sample, Sampling, batch_path, digest_of, write_batch
@@ -78,6 +79,7 @@ class BatchMaker:
         self.filter = DifficultyFilter(state.ledger, [source.config.pools for source in state.sources])
         self.prompts = Prompts(state.ledger, self.filter)
         self.remade = Remade(state, self.prompts.ready)
+        self.siblings = Siblings(state.config, state.run, state.ledger)
 
     async def run(self) -> None:
         """Make batches until cancelled.
@@ -172,7 +174,8 @@ class BatchMaker:
         if served is None:
             return
         horizon = min(served + 1 + config.max_off_policy_steps, config.max_steps)
-        wanted = (horizon - self.state.shipped.newest.step) * config.prompts_per_step
+        following = self.state.shipped.newest.step + 1
+        wanted = (horizon + 1 - following) * config.prompts_per_step
         assert config.max_in_flight is not None, "the configuration is settled"
         in_flight = sum(self._answers(group) for _, group in prompts.answering.values())
         while True:
@@ -187,7 +190,8 @@ class BatchMaker:
                 return
             if group is None:
                 self._filtered.update(one.environment for one in prompts.next(served).skipped)
-                group = prompts.issue(served, self.state.shipped.newest.step + 1)
+                group = prompts.issue(served, following)
+                self.siblings.answer(group, following + len(prompts) // config.prompts_per_step)
             else:
                 prompts.partial.remove(group)
             task = asyncio.create_task(self.completers[group.environment].complete(group))
@@ -266,7 +270,8 @@ class BatchMaker:
             oldest_step=min(group.oldest_step for group in learned),
         )
         progress = self.state.shipped.newest.after(row)
-        versions = {version for group in learned for version in group.versions}
+        versions = {version for group in learned if group.shared is None for version in group.versions}
+        served = attempt.version(max(group.policy_step for group in learned))
         return RLBatch(
             samples,
             {
@@ -274,6 +279,7 @@ class BatchMaker:
                 **batch_metrics(learned, step, self._differ, self._teaches),
                 **advantage_metrics(samples),
                 **rollout_counts(groups),
+                **self._shared(groups),
                 **self._overlong(groups),
                 **{name: counts.total() for name, counts in self._counts().items()},
                 **self._of_environments(groups, by_group, step),
@@ -291,7 +297,7 @@ class BatchMaker:
                 branch=attempt.branch,
                 attempt=attempt.id,
                 step=step,
-                version=max(versions, key=lambda version: PolicyName.parse(version).step),
+                version=max(versions, key=lambda one: PolicyName.parse(one).step, default=served),
                 problems=[group.problem for group in groups],
                 ledger=row,
             ),
@@ -370,6 +376,12 @@ class BatchMaker:
                 elif not teaches or masks(one):
                     found["tokens/unlearned"] += one.sampled
         return {**found, "tokens/waiting": sum(group.sampled for group in self.prompts.waiting)}
+
+    def _shared(self, groups: list[AnswerGroup]) -> dict[str, float]:
+        """How many answers other branches have sampled, in a run that has such."""
+        if not self.state.config.siblings:
+            return {}
+        return {"rollouts/shared": sum(len(one.rollouts) for one in groups if one.shared is not None)}
 
     def _overlong(self, groups: list[AnswerGroup]) -> dict[str, float]:
         """What became of answers that are too long, where that differs from others."""

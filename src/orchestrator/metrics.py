@@ -10,7 +10,6 @@ from cairn.orchestrator.environments import COUNTED
 from cairn.orchestrator.environments.protocol import unscored
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import Sample
-from cairn.run.messages import PolicyName
 
 
 def batch_metrics(
@@ -34,8 +33,9 @@ def batch_metrics(
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     behind = [
-        (step - 1 - PolicyName.parse(version).step, end - start)
-        for rollout in rollouts
+        (step - 1 - group.step_of(version), end - start)
+        for group in groups
+        for rollout in group.rollouts
         for version, start, end in rollout.versions
     ]
     named: dict[str, list[float]] = {}

@@ -157,12 +157,24 @@ class Rollout(Sampled):
             self.add_spans(turn.versions)
 
 
+@dataclass(frozen=True)
+class SharedFrom:
+    """Which branch of the run has sampled the answers to a prompt that another branch learns from.
+
+    since: the step from which both branches have started.
+    """
+
+    branch: str
+    since: int
+
+
 @dataclass
 class AnswerGroup:
     """All rollouts of one problem; `place` is the problem's place in the run's prompt order.
 
     policy_step: the policy that was served when the prompt was issued. prompt_ids: empty until the
     environment has returned the problem's messages. environment: its number among the run's environments.
+    shared: whose the answers are, if another branch has sampled them all.
     """
 
     place: int
@@ -171,6 +183,7 @@ class AnswerGroup:
     prompt_ids: list[int]
     rollouts: list[Rollout]
     environment: int = 0
+    shared: SharedFrom | None = None
 
     @property
     def whole(self) -> bool:
@@ -215,11 +228,24 @@ class AnswerGroup:
 
     @property
     def oldest_step(self) -> int:
-        """Step of the oldest policy that sampled any of its tokens."""
-        steps = (PolicyName.parse(version).step for version in self.versions)
-        return min(steps, default=self.policy_step)
+        """Step of the oldest policy that sampled any of its tokens, counted as in `step_of`."""
+        return min(map(self.step_of, self.versions), default=self.policy_step)
+
+    def step_of(self, version: str) -> int:
+        """The step of a policy that has sampled tokens of it, by the policy's name.
+
+        One of another branch, n steps after the step from which both have started, counts as n steps before
+        it: as many are between the two branches' policies as if this branch had taken all of them.
+        """
+        step = PolicyName.parse(version).step
+        return step if self.shared is None else mirrored(step, self.shared.since)
 
     @property
     def versions(self) -> set[str]:
         """The policy versions that sampled its tokens."""
         return {version for rollout in self.rollouts for version, _, _ in rollout.versions}
+
+
+def mirrored(step: int, since: int) -> int:
+    """The step of another branch's policy as this branch counts it; see `AnswerGroup.step_of`."""
+    return 2 * since - step

@@ -40,6 +40,8 @@ POINTS = {
     "commit.before_manifest": "trainer rank 0, when all parts have arrived",
     "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",
     "commit.done": "trainer rank 0, right after the manifest was renamed into place",
+    "branches.before_record": "`rl --branch`, before it is recorded which branches go on, or that one ends",
+    "branches.recorded": "`rl --branch`, when that is recorded, and before anything follows from it",
     "service.received": "`service`, when a call is in the ledger, and the client does not know yet",
     "service.executed": "`service`, when a call is executed, and the ledger does not know yet",
     "service.saved": "`service`, when a client's checkpoint is committed, and the ledger does not know yet",

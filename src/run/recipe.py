@@ -78,6 +78,7 @@ ORCHESTRATOR = Compared(
             *OF_ANY_ROLE,
             "seed",  # the trainer's
             *("teachers", "router_replay"),  # as the trainer's settings say
+            *("siblings", "branched_at"),  # each answer tells which policy it comes from
             "environments",  # of which each has its own (`OF_ENVIRONMENT`)
             *("inference_url", "max_in_flight", "keep_rollouts_gb", "weight_fan_out"),
             *("reward_threads", "reward_timeout", "reward_retries", "reward_retry_seconds"),

@@ -52,6 +52,8 @@ OF_PREFERENCES = ("reference.",)
 """Points that only a `dpo` run reaches: tests/integration/test_dpo.py."""
 OF_SERVICE = ("service.",)
 """Points that only the command `service` reaches: test_killed_service.py."""
+OF_BRANCHES = ("branches.",)
+"""Points that only `rl --branch` reaches: tests/unit/test_branches.py."""
 OF_MEMORY = ("memory.",)
 """Points that only a run with --ckpt.memory-interval reaches: tests/faults/test_chaos.py."""
 
@@ -60,7 +62,7 @@ def test_every_fault_point_is_covered():
     """A point that is added must be added here, unless only another kind of run reaches it, or `ckpt`."""
     assert STRIKES.keys() <= POINTS.keys()
     elsewhere = OF_RL_RUNS + OF_COMMANDS + OF_UPLOADS + OF_STORED_POLICIES + OF_PREFERENCES + OF_SERVICE
-    elsewhere += OF_MEMORY
+    elsewhere += OF_MEMORY + OF_BRANCHES
     assert all(point.startswith(elsewhere) for point in POINTS.keys() - STRIKES.keys())
 
 

@@ -40,3 +40,24 @@ def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path,
     adapter = load_file(version / "adapter_model.safetensors")
     assert any(tensor.abs().max() > 1e-3 for name, tensor in adapter.items() if ".lora_B." in name)
     assert "Loaded new LoRA adapter" in (run / "logs" / "vllm.log").read_text()
+
+
+def test_branches_train_adapters_side_by_side_at_one_server(shell: Shell, trained: Path, tmp_path: Path):
+    """Each is answered from its own adapter, however far the other one's is away."""
+    for name, rate in {"low": 3e-4, "high": 3e-2}.items():
+        (tmp_path / f"{name}.toml").write_text(f"[trainer.optimizer]\nlr = {rate}\n")
+    printed = shell.succeed(
+        *("rl", "@", f"{CONFIGS}/rl.toml", "--model.name", step_folder(trained, 200), "--ckpt"),
+        *("--output-dir", tmp_path / "all", "--max-steps", 4, "--orchestrator.prompts-per-step", 4),
+        *("--inference.port", free_port(), "--trainer.lora.serve", "unmerged", "--trainer.lora.rank", 4),
+        *("--branches.at-once", 2, "--branch", tmp_path / "low.toml", tmp_path / "high.toml"),
+    )
+    runs = [tmp_path / "all" / "branches" / name for name in ("low", "high")]
+    began = [printed.index(f"branch {run.name}: steps 1 to 4") for run in runs]
+    assert max(began) < printed.index(" | step 1/4"), "none waits for the other one's turn"
+    low, high = (whole_rows(run, 4) for run in runs)
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in (*low, *high))
+    assert low[0]["reward/mean"] == high[0]["reward/mean"]
+    assert low[3]["reward/mean"] != high[3]["reward/mean"]
+    for run in runs:
+        assert "no violation" in shell.succeed("ckpt", "audit", run)

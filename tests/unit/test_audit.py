@@ -330,6 +330,26 @@ def test_batches_need_not_be_contiguous(run: Run):
     assert run.audit().violations == []
 
 
+def test_answers_of_another_branch_are_as_old_as_both_branches_steps(run: Run):
+    """From the step on from which both have started; the ledger says which prompts have such."""
+    of_16 = "UPDATE pieces SET versions = replace(versions, '{}', '{}') WHERE place = 16"
+    run.sql(of_16.format(f"{RUN}:{BRANCH}:4", "other:branch_7:5"))
+    assert kinds(run.audit()) == {"version"}, "batch 5 is made before there is a policy 5"
+    run.sql("CREATE TABLE shared (place INTEGER PRIMARY KEY, branch TEXT, since INTEGER)")
+    run.sql("INSERT INTO shared VALUES (16, 'high', 4)")
+    report = run.audit()
+    assert report.ok, report.violations
+    assert "1 prompt took the answers that branch high had sampled" in report.notes
+    run.sql(of_16.format("other:branch_7:5", "other:branch_7:6"))
+    assert kinds(run.audit()) == {"version"}, "two steps since the start are one too many"
+    run.sql(of_16.format("other:branch_7:6", "other:branch_7:5"))
+    run.sql("UPDATE batches SET oldest_step = -1 WHERE step = 1")
+    assert kinds(run.audit()) == {"stale"}, "it has no answer of another branch"
+    run.sql("UPDATE batches SET oldest_step = 0 WHERE step = 1")
+    run.sql("INSERT INTO shared VALUES (0, 'high', 0)")
+    assert run.audit().ok
+
+
 def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
     """The file is written first: the trainer may train on it, or the orchestrator die, before the note is."""
     run.sql(

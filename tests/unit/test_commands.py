@@ -37,7 +37,7 @@ def test_all_commands_are_listed_with_what_they_do(
     shown = dict(re.findall(r"^  (\w+) +(\w.+)$", capsys.readouterr().out, re.M))
     assert shown.keys() == main.EACH.keys()
     scripts = {name for name in PROJECT["project"]["scripts"] if name != "cairn"}
-    assert main.EACH.keys() - {"new", "env", "chat", "chaos", "service"} == scripts
+    assert main.EACH.keys() - {"new", "env", "chat", "chaos", "service", "branches"} == scripts
     assert shown["sft"] == "supervised fine-tuning"
 
 

@@ -694,7 +694,8 @@ def test_help_leaves_out_what_has_one_value_or_a_newer_name():
     by_colocate = {(role, "colocated") for role in ("trainer", "orchestrator", "inference")}
     one_value = {("orchestrator", "sampling", "top_p")}
     by_trainer = {("orchestrator", "teachers"), ("orchestrator", "router_replay")}
-    assert hidden == one_value | by_colocate | by_trainer | {("trainer", "recorded_batches")}
+    by_branch = {("orchestrator", "siblings"), ("orchestrator", "branched_at")}
+    assert hidden == one_value | by_colocate | by_trainer | by_branch | {("trainer", "recorded_batches")}
     assert load(RLConfig, ["--orchestrator.sampling.top-p", "1"]).orchestrator.sampling.top_p == 1
 
 

@@ -48,6 +48,7 @@ ENTRIES = {
     "__main__.py",
     "checkpoint/memory/owner.py",
     "inference/plugin/adapter_modules.py",
+    "launch/branches/process.py",
     "launch/ray/agent.py",
     "launch/ray/worker_process.py",
     "launch/slurm/servers_of_node.py",

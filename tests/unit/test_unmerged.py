@@ -212,7 +212,8 @@ class Engine:
 
     def __init__(self, leaves_out: int = 0):
         self.errored = False
-        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+        lora = SimpleNamespace(max_loras=4)
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), lora_config=lora)
         self.refusal: Exception | None = None
         self.leaves_out = leaves_out
         self.paths: dict[int, str] = {}
@@ -278,6 +279,21 @@ def test_a_version_is_dropped_when_no_request_can_need_it(model: Path, tmp_path:
         assert set(engine.paths.values()) == {request.lora_path for request in named.values()}
         assert not any(Path(path).exists() for path in gone)
         requests.end(later)
+
+    asyncio.run(main())
+
+
+def test_runs_that_share_a_server_keep_each_others_policies(model: Path, tmp_path: Path):
+    """Two of each run; of more runs than the server has room for, the oldest go."""
+
+    async def main() -> None:
+        updates = unmerged(model, tmp_path, Engine(), OpenRequests())
+        folder = adapter(tmp_path / "v", model)
+        order = ("a::1", "b::1", "a::2", "a::3", "b::2", "c::1", "c::2")
+        names = {version: await take(updates, folder, version) for version in order[:5]}
+        assert updates.must_name == [names[version] for version in ("b::1", "a::2", "a::3", "b::2")]
+        names |= {version: await take(updates, folder, version) for version in order[5:]}
+        assert updates.must_name == [names[version] for version in ("a::3", "b::2", "c::1", "c::2")]
 
     asyncio.run(main())
 

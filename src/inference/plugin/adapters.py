@@ -14,7 +14,7 @@ import asyncio
 import json
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -189,6 +189,24 @@ class Loaded:
     copy: AdapterCopy
 
 
+def too_many(loaded: Sequence[Loaded], kept: int, most: int) -> list[Loaded]:
+    """Which policies no request may name any more, once the last one of `loaded` has come.
+
+    Of its run, those before the newest `kept`. Those of other runs stay, as these may be sampling from them;
+    but of all together the oldest go beyond `most`, or beyond `kept` if that is more.
+    """
+    whose = run_of(loaded[-1].version)
+    own = [one for one in loaded if run_of(one.version) == whose]
+    found = own[: max(len(own) - kept, 0)]
+    left = [one for one in loaded if one not in found]
+    return found + left[: max(len(left) - max(kept, most), 0)]
+
+
+def run_of(version: str) -> str:
+    """The run whose policy it is; of another name, all but the last number."""
+    return version.rpartition(":")[0]
+
+
 class Unmerged(Updates):
     """Has vLLM load each policy as an adapter, and drops those that no request uses any more."""
 
@@ -199,6 +217,9 @@ class Unmerged(Updates):
         self._models = models
         self._requests = requests
         self._copies = copies
+        lora = engine.vllm_config.lora_config
+        self._most = 0 if lora is None else lora.max_loras
+        """Policies, of whichever runs, that one batch may hold answers of."""
         self._loaded: list[Loaded] = []
         self._dropping: set[asyncio.Task[None]] = set()
 
@@ -230,8 +251,9 @@ class Unmerged(Updates):
             self._copies.remove(copy)
             raise
         self._loaded.append(Loaded(update.version, name, number, copy))
-        while len(self._loaded) > update.kept:
-            await self._forget(self._loaded.pop(0))
+        for old in too_many(self._loaded, update.kept, self._most):
+            self._loaded.remove(old)
+            await self._forget(old)
         return update.version
 
     async def _load(self, name: str, path: str, copy: AdapterCopy) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from cairn.orchestrator.ledger.reading import (
     read_sampled,
     read_summary,
     read_tokens,
+    read_whole_answers,
 )
 from cairn.orchestrator.ledger.schema import FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
 
@@ -39,5 +40,6 @@ __all__ = [
     "read_sampled",
     "read_summary",
     "read_tokens",
+    "read_whole_answers",
     "to_ranges",
 ]

@@ -41,7 +41,7 @@ from cairn.orchestrator.ledger.schema import (
     turn_row,
     write_owner,
 )
-from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
+from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, SharedFrom, Turn
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
 from cairn.run.messages import ShippedBatch
@@ -93,6 +93,7 @@ class Ledger:
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
         row = (group.place, group.problem, group.environment, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
+            self._database.execute("DELETE FROM shared WHERE place = ?", (group.place,))
             self._give_up(skipped, RESTS, step)
             self._database.execute(
                 "INSERT INTO groups (place, problem, environment, tries, policy_step, prompt_ids) "
@@ -121,6 +122,19 @@ class Ledger:
             rollout.recorded = len(rollout.token_ids)
             rollout.experts.clear()
 
+    def share(self, group: AnswerGroup, shared: SharedFrom) -> None:
+        """Record the whole answers to a prompt that was issued, all of which another branch has sampled."""
+        with self._database:
+            row = (json.dumps(group.prompt_ids), group.place)
+            self._database.execute("UPDATE groups SET prompt_ids = ? WHERE place = ?", row)
+            self._database.execute("INSERT INTO shared VALUES (?, ?, ?)", (group.place, *astuple(shared)))
+            for sample, rollout in enumerate(group.rollouts):
+                self._database.execute(INSERT_SAMPLE, sample_row(group.place, sample, rollout))
+                pieces.add(self._database, (group.place, sample, ANSWER), rollout)
+        for rollout in group.rollouts:
+            rollout.recorded = len(rollout.token_ids)
+        group.shared = shared
+
     def drop(self, place: int, reason: str, step: int) -> None:
         """Delete a prompt's answers so that it is issued again; `step` is the batch that leaves it out."""
         with self._database:
@@ -148,6 +162,9 @@ class Ledger:
                 "SELECT place, problem, policy_step, prompt_ids, environment FROM groups WHERE batch IS NULL"
             )
         }
+        for place, *shared in self._database.execute("SELECT place, branch, since FROM shared"):
+            if place in groups:
+                groups[place].shared = SharedFrom(*shared)
         waiting = "place IN (SELECT place FROM groups WHERE batch IS NULL)"
         sampled = pieces.read(self._database, f"{waiting} AND number = {ANSWER}")
         rows = self._database.execute(f"{SELECT_SAMPLES} WHERE {waiting} ORDER BY place, sample")
@@ -344,13 +361,16 @@ class Ledger:
                 self._database.execute(statement, (step,))
         self._shipped = {number: batch for number, batch in self._shipped.items() if number <= step}
 
-    def fold(self, step: int) -> None:
+    def fold(self, step: int, *, spared: int = 0) -> None:
         """Delete the answers in batches up to `step`, once a committed checkpoint covers their training.
+
+        Those in batches up to `spared` stay, for other branches of the run.
 
         Outcomes go where newer ones count: by then the servers have a policy that is at most
         `max_off_policy_steps` + 1 steps older.
         """
-        places = self._database.execute("SELECT place FROM groups WHERE batch <= ?", (step,)).fetchall()
+        doomed = "SELECT place FROM groups WHERE batch > ? AND batch <= ?"
+        places = self._database.execute(doomed, (spared, step)).fetchall()
         if places:
             with self._database:
                 self._forget([place for (place,) in places])

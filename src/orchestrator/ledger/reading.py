@@ -2,12 +2,13 @@
 
 import contextlib
 import itertools
+import json
 import shutil
 import sqlite3
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger import pieces
-from cairn.orchestrator.ledger.pieces import ANSWER, Key, SampledSize, ints
-from cairn.orchestrator.ledger.schema import batch_of, check_format
+from cairn.orchestrator.ledger.pieces import ANSWER, Key, SampledSize, SampledTokens, ints
+from cairn.orchestrator.ledger.schema import SELECT_SAMPLES, LedgerRun, batch_of, check_format, rollout_of
 from cairn.orchestrator.prompt_order import Order, Portion
+from cairn.orchestrator.rollouts import AnswerGroup, SharedFrom
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import ShippedBatch
 
@@ -74,6 +76,8 @@ class LedgerContent:
     it is still needed."""
     portions: tuple[Portion, ...]
     """The run's environments."""
+    shared: dict[int, SharedFrom] = field(default_factory=dict[int, SharedFrom])
+    """Whose the answers are to prompts that another branch has answered, by place."""
 
     @cached_property
     def order(self) -> Order:
@@ -213,8 +217,13 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
         portions = tuple(Portion(*row) for row in database.execute(PORTIONS))
         outcomes = {place: mean for place, mean in database.execute("SELECT place, mean FROM outcomes")}
+        has_shared = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'shared'").fetchone()
+        found = database.execute("SELECT place, branch, since FROM shared") if has_shared else ()
+        shared = {place: SharedFrom(branch, since) for place, branch, since in found}
     of_prompts = {name: tables[name] for name in ("groups", "samples", "turns", "calls", "dropped", "failed")}
-    return LedgerContent(run=run, batches=batches, portions=portions, outcomes=outcomes, **of_prompts)
+    return LedgerContent(
+        run=run, batches=batches, portions=portions, outcomes=outcomes, shared=shared, **of_prompts
+    )
 
 
 def _sized(row: Row, sizes: dict[Key, SampledSize], number: int) -> Row:
@@ -235,6 +244,45 @@ def _with_turns(answers: Iterable[Row], turns: list[Row]) -> list[Row]:
             sample["tokens"] += turn["tokens"]
             sample["logprobs"] += turn["logprobs"]
     return list(found.values())
+
+
+WHOLE = """
+SELECT problem, policy_step, prompt_ids, environment FROM groups JOIN samples USING (place)
+WHERE place = ? AND prompt_ids NOT NULL GROUP BY place
+HAVING count(*) = ? AND count(tokens) = count(*) AND count(reward) = count(*)
+"""
+
+
+def read_whole_answers(path: Path, place: int, run: LedgerRun) -> AnswerGroup | None:
+    """The answers to the prompt at `place`, if all are whole and rewarded, and none is a program.
+
+    Args:
+        run: whoever asks. In a ledger with another seed or other environments, the place has another prompt.
+
+    Raises:
+        CheckpointError: see `open_ledger`.
+    """
+    samples = run.order.portions[run.order.environment(place)].samples_per_prompt
+    with open_ledger(path, check=False) as database:
+        ((seed,),) = database.execute("SELECT seed FROM run").fetchall()
+        portions = tuple(Portion(*row) for row in database.execute(PORTIONS))
+        if seed != run.seed or portions != run.order.portions:
+            return None
+        found = database.execute(WHOLE, (place, samples)).fetchone()
+        if found is None:
+            return None
+        sampled = pieces.read(database, "place = ? AND number = ?", place, ANSWER)
+        rows = database.execute(f"{SELECT_SAMPLES} WHERE place = ? ORDER BY sample", (place,))
+        rollouts = [
+            replace(rollout_of(answer, sampled.get((place, sample, ANSWER), SampledTokens())), recorded=None)
+            for sample, (_, _, *answer) in enumerate(rows)
+        ]
+        has_shared = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'shared'").fetchone()
+        whose = "SELECT branch, since FROM shared WHERE place = ?"
+        row = database.execute(whose, (place,)).fetchone() if has_shared else None
+    problem, policy_step, prompt_ids, environment = found
+    shared = SharedFrom(*row) if row else None
+    return AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), rollouts, environment, shared)
 
 
 def read_answers(path: Path) -> list[Row]:

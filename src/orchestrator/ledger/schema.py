@@ -113,7 +113,14 @@ CREATE TABLE IF NOT EXISTS thrown (     -- tokens of answers that went with thei
     PRIMARY KEY (step, fate)
 )
 """
-LATER = (THROWN, pieces.EXPERTS)
+SHARED = """
+CREATE TABLE IF NOT EXISTS shared (     -- prompts whose answers another branch of the run has sampled
+    place INTEGER PRIMARY KEY,
+    branch TEXT NOT NULL,               -- its name
+    since INTEGER NOT NULL              -- the step from which both have started
+)
+"""
+LATER = (THROWN, pieces.EXPERTS, SHARED)
 """A ledger of an earlier version, with the same format, gets these tables when its run goes on."""
 THROW = """
 INSERT INTO thrown SELECT ?, ?, coalesce(sum(length(token_ids) / 4), 0) FROM pieces WHERE {}

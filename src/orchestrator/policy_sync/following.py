@@ -141,7 +141,7 @@ class TrainerFollower:
                 following = self._announced(newest.version + 1)
             step, is_new = newest.version, newest.version > step
             state.shipped.forget_before(step)
-            state.ledger.fold(state.store.latest() or 0)
+            state.ledger.fold(state.store.latest() or 0, spared=state.config.spared_batches)
             if newest.last:  # nothing is sampled from it, so a server may fail
                 if is_new:
                     async with self.sharing.serving:

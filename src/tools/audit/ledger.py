@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -12,11 +13,12 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step_folder import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.ledger import RESTS, LedgerContent, read_ledger, read_sampled
-from cairn.orchestrator.rollouts import LEAST
+from cairn.orchestrator.rollouts import LEAST, mirrored
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.messages import Attempt, PolicyName, ShippedBatch
+from cairn.run.output import counted
 from cairn.run.view import RunView
 from cairn.tools.audit.report import Epoch, Report, Row
 
@@ -79,6 +81,8 @@ def check_ledger(
         what = f"the ledger is of {own}, the run is {(attempt.run_id, attempt.branch)}"
         report.broken("ledger", what, ledger.run)
     report.max_off_policy_steps = ledger.run["max_off_policy_steps"]
+    for branch, count in sorted(Counter(one.branch for one in ledger.shared.values()).items()):
+        report.notes.append(f"{counted(count, 'prompt')} took the answers that branch {branch} had sampled")
     _check_batches(ledger, rows, report)
     _check_places(ledger, max([report.last_step or 0, *manifests]), report)
     _check_groups(ledger, report)
@@ -214,7 +218,7 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
     for batch in ledger.batches.values():
         lag = batch.step - 1 - batch.oldest_step
         report.staleness = max(lag, report.staleness or 0)
-        if lag > allowed or lag < 0 or batch.oldest_step < 0:
+        if lag > allowed or lag < 0 or (batch.oldest_step < 0 and not _has_shared(batch, ledger)):
             what = f"batch {batch.step} has tokens of policy {batch.oldest_step}, {lag} steps behind"
             report.broken("stale", f"{what}; {allowed} are allowed", asdict(batch))
     steps = {group["place"]: group["batch"] for group in ledger.groups}
@@ -223,14 +227,22 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
         step = steps.get(sample["place"])
         try:
             policies = [PolicyName.parse(version).step for version, _, _ in sample["versions"]]
+            if (shared := ledger.shared.get(sample["place"])) is not None:
+                policies = [mirrored(policy, shared.since) for policy in policies]
         except ValueError:
             report.broken("version", f"prompt {sample['place']}: tokens of unknown weights", sample)
             continue
         # A policy exists only after the batch that it was trained on was shipped.
-        first, last = (0, newest) if step is None else (step - 1 - allowed, step - 1)
+        oldest = -allowed if shared else 0
+        first, last = (oldest, newest) if step is None else (step - 1 - allowed, step - 1)
         if any(not first <= policy <= last for policy in policies):
             what = f"prompt {sample['place']}, answer {sample['sample']}: tokens of policies {policies}"
             report.broken("version", f"{what}; allowed are {max(first, 0)} to {last}", sample)
+
+
+def _has_shared(batch: ShippedBatch, ledger: LedgerContent) -> bool:
+    """Whether a batch has answers of another branch, whose policies may count as before the first one."""
+    return any(first <= place <= last for place in ledger.shared for first, last in batch.places)
 
 
 def check_snapshots(

@@ -122,6 +122,8 @@ def make_task(command: list[str], server: SharedServer | None = None, token: str
         UsageError: the command can't be disturbed.
     """
     config = dry_run(command)
+    if config.get("branch"):
+        raise UsageError("the command must be one run, without --branch; give a branch's own file with @")
     interval = (config.get("ckpt") or {}).get("interval")
     if not interval or interval >= config["max_steps"]:
         raise UsageError("the command needs --ckpt.interval N, less than --max-steps, to resume from")
