@@ -130,23 +130,28 @@ class BranchServer:
             if time.monotonic() >= self._restart_at:
                 self._start()
             return
-        code = self._process.poll()
-        if code is None:
-            if time.monotonic() < self._look_at:
-                return
-            self._look_at = time.monotonic() + LOOK_SECONDS
-            if (hang := self._watch.problem()) is None:
-                return
-            kill_descent(self.pid)
-            self._process.wait()
-        how = f"died (exit code {code})" if code is not None else f"hung ({hang})"
+        if (how := self._fate()) is None:
+            return
         problem = f"the {self.name} server {how}; the end of {self.log}:\n{log_end(self.log)}"
-        if code == EXIT_USAGE:
+        if self._process.returncode == EXIT_USAGE:
             raise UsageError(problem)
         wait = self._rule.wait_after_death(step())
         if wait is None:
             raise CairnError(problem)
         self._restart_at = time.monotonic() + wait
+
+    def _fate(self) -> str | None:
+        """How its process has died, or hung, and was killed; None if it lives."""
+        if (code := self._process.poll()) is not None:
+            return f"died (exit code {code})"
+        if time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        if (hang := self._watch.problem()) is None:
+            return None
+        kill_descent(self.pid)
+        self._process.wait()
+        return f"hung ({hang})"
 
     def begin_to_stop(self) -> None:
         """Have it end."""
