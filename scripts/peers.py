@@ -21,6 +21,8 @@ PROGRAMS = {
 """The dependency groups, and what tests import of each."""
 VERIFIERS = "verifiers==0.4.0"
 """Runs in a process of its own, which uv makes from its cache (tests/unit/test_verifiers.py)."""
+TINKER = ("tinker==0.38.0", "tinker-cookbook[math-rl]==0.5.8")
+"""Clients of the service, in an environment of their own: they ask for other versions than Cairn does."""
 OTHERS = (
     "tests/unit/test_verifiers.py",
     "tests/integration/test_tinker.py",
@@ -45,6 +47,21 @@ def environment() -> Path:
     """The folder of the environment."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "cairn" / "peers"
+
+
+def fetch_tinker() -> bool:
+    """Install clients of the service; returns whether they are there, and tells tests where."""
+    folder = environment().with_name("tinker")
+    python = str(folder / "bin" / "python")
+    for command in (
+        ("uv", "venv", "--allow-existing", str(folder)),
+        ("uv", "pip", "install", "--python", python, *TINKER),
+    ):
+        bootstrap.show(*command)
+        if subprocess.run(command).returncode:
+            return False
+    os.environ["CAIRN_TINKER_PYTHON"] = python
+    return True
 
 
 def run(arguments: list[str]) -> int:
@@ -72,6 +89,8 @@ def run(arguments: list[str]) -> int:
         bootstrap.show(*fetch)
         if subprocess.run(fetch).returncode:
             missing.append(program.partition("=")[0])
+    if not fetch_tinker():
+        missing.append("tinker")
     chosen = [] if any(Path(one.partition("::")[0]).exists() for one in arguments) else files(bootstrap.ROOT)
     command = ("uv", "run", "--no-sync", "pytest", "-n", "2", "--dist", "loadgroup", *chosen, *arguments)
     bootstrap.show(*command)
