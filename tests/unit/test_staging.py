@@ -1,6 +1,7 @@
 """What the API process prepares of a policy, and its workers map."""
 
 import json
+import math
 import re
 import secrets
 import threading
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
-from cairn.inference.plugin.weight_files import UnusableWeights
+from cairn.inference.plugin.weight_files import PIECE, Look, UnusableWeights, look_at
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
 from cairn.inference.vllm_command import copies_folder
 from cairn.model.adapters import Base
@@ -379,3 +380,38 @@ def test_an_adapter_that_is_not_the_trainers_or_of_another_base_is_refused(tmp_p
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnusableWeights, match="base is not the base of the adapter"):
         server.prepare(str(policy))
+
+
+# The one pass through each tensor.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, PIECE + 6])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, place: int):
+    values = torch.linspace(-1, 1, PIECE + 7).to(dtype)
+    assert look_at(values, dtype) == Look(checksum(values), True)
+    for odd in (math.nan, math.inf, -math.inf):
+        values[place] = odd
+        assert look_at(values, dtype) == Look(checksum(values), False)
+    values[PIECE // 2] = math.inf  # the two may cancel out
+    assert not look_at(values, dtype).is_finite
+
+
+@pytest.mark.parametrize(
+    ("value", "held", "served", "is_finite"),
+    [
+        (3e38, torch.float32, torch.float32, True),
+        (-6e4, torch.float16, torch.float16, True),
+        (3e38, torch.bfloat16, torch.bfloat16, True),
+        (3.4e38, torch.float32, torch.bfloat16, False),
+        (7e4, torch.float32, torch.float16, False),
+        (6e4, torch.float32, torch.float16, True),
+        (1e300, torch.float64, torch.float32, False),
+    ],
+)
+def test_large_values_are_finite_unless_the_servers_type_rounds_them_to_infinity(
+    value: float, held: torch.dtype, served: torch.dtype, is_finite: bool
+):
+    """Also those whose sum is too large for their type."""
+    values = torch.full((100,), value, dtype=held)
+    assert look_at(values, served) == Look(checksum(values), is_finite)

@@ -195,23 +195,32 @@ class Look:
 def look_at(tensor: torch.Tensor, dtype: torch.dtype) -> Look:
     """Go through a tensor once, in pieces that stay in the processor's cache from one question to the other.
 
-    The extremes are found 30 times as fast as values that are not finite; NaN is both.
+    A sum is finite only if all values are, and takes a quarter of the time of the extremes; these are looked
+    for where values are to be rounded to another type, or a sum may just be too large. Values that are not
+    finite would take ten times as long to find as extremes, among which they are; NaN is both.
     """
     if not tensor.numel():
         return Look(0, True)
     values = tensor.reshape(-1)
     body, rest = words(values)
     count = PIECE if values.device.type == "cpu" else values.numel()
-    bounds: list[torch.Tensor] = []
+    totals: list[torch.Tensor] = []
     sums = [contribution(rest)]
     for piece, its_words in itertools.zip_longest(
         values.split(count), body.split(count * values.element_size() // WORD)
     ):
-        bounds += piece.aminmax()
+        totals += piece.aminmax() if tensor.dtype != dtype else [piece.sum()]
         if its_words is not None:
             sums.append(its_words.sum())
-    is_finite = torch.stack(bounds).to(dtype).isfinite().all().item()
-    return Look(wrapped(torch.stack(sums).tolist()), bool(is_finite))
+    is_finite = _all_finite(totals, dtype)
+    if not is_finite and tensor.dtype == dtype:
+        extremes = [bound for piece in values.split(count) for bound in piece.aminmax()]
+        is_finite = _all_finite(extremes, dtype)
+    return Look(wrapped(torch.stack(sums).tolist()), is_finite)
+
+
+def _all_finite(values: list[torch.Tensor], dtype: torch.dtype) -> bool:
+    return bool(torch.stack(values).to(dtype).isfinite().all().item())
 
 
 def identities(path: str) -> list[tuple[str, int, int]]:
