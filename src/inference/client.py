@@ -89,6 +89,9 @@ class ServerStatus:
     """After an update: whether another server has handed the policy on to it."""
     came: int | None = None
     """After an update: bytes of the policy that it has read or received; None: it does not know."""
+    start_differs: list[str] | None = None
+    """After a server's first update, from the very files that it was started with: the parameters into which
+    its start had loaded other values; None: after other updates, and from other files."""
     experts: bool = False
     """Whether it tells the experts that its model chooses for each token (`inference.return_experts`)."""
 

@@ -3,11 +3,13 @@
 python serve_families.py FOLDER FAMILY... , in the environment that test_served_families.py gives it
 """
 
+import contextlib
 import gc
 import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -16,12 +18,15 @@ import families
 import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import ModelConfig, WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+from cairn.inference.plugin.loading import RepackableLoader
+from cairn.inference.plugin.updates import differing
 from cairn.inference.vllm_command import EXPERTS_SCHEDULER, overrides
 
 families.FAMILIES["heads_of_16"] = families.Family("llama", "dense", {**families.SIZE, "head_dim": 16})
+families.FAMILIES["loaded_wrongly"] = families.FAMILIES["qwen3_moe"]
 TOKENS = [3 + i * i % 97 for i in range(40)]
 TELLING = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
 """Families whose servers tell the experts of tokens on CPUs."""
@@ -77,6 +82,29 @@ def right_experts(llm: LLM, model: torch.nn.Module) -> float:
     return right / total
 
 
+@contextlib.contextmanager
+def loader_of(family: str) -> Iterator[None]:
+    """vLLM's start; for `loaded_wrongly` with a mistake: two experts of the last layer are exchanged."""
+    right = RepackableLoader.load_weights
+
+    def load_weights(self: RepackableLoader, model: torch.nn.Module, config: ModelConfig) -> None:
+        right(self, model, config)
+        experts = [values for name, values in model.named_parameters() if name.endswith("w2_weight")][-1]
+        experts.data[[0, 1]] = experts.data[[1, 0]]
+
+    if family == "loaded_wrongly":
+        RepackableLoader.load_weights = load_weights
+    try:
+        yield
+    finally:
+        RepackableLoader.load_weights = right
+
+
+def digests(llm: LLM) -> list[dict[str, str]]:
+    """Of all parameters."""
+    return llm.collective_rpc("compute_weight_checksums")
+
+
 def push(llm: LLM, folder: Path) -> None:
     llm.collective_rpc("start_weight_update")
     llm.collective_rpc("update_weights", args=({"path": str(folder)},))
@@ -86,7 +114,8 @@ def push(llm: LLM, folder: Path) -> None:
 def verdict(family: str, folder: Path) -> dict:
     """Mean differences of logprobs: at the start, then given its own weights, others, and its own again.
 
-    The last are under transformers' names, and in its layout.
+    The last are under transformers' names, and in its layout. And which parameters the start has loaded
+    otherwise than the first push.
     """
     folders = [families.make(family, folder / f"{family}-{seed}", seed) for seed in (1, 2)]
     models = [families.make_model(family, seed) for seed in (1, 2)]
@@ -99,28 +128,34 @@ def verdict(family: str, folder: Path) -> dict:
     save_file(tensors, own / "model.safetensors")
     expected = [reference(model) for model in models]
     more = {"scheduler_cls": EXPERTS_SCHEDULER, "async_scheduling": False} if family in TELLING else {}
-    llm = LLM(
-        str(folders[0]),
-        load_format="cairn",
-        dtype="float32",
-        enforce_eager=True,
-        hf_overrides=overrides(str(folders[0])),
-        distributed_executor_backend="uni",
-        kv_cache_memory_bytes=64 << 20,
-        max_model_len=128,
-        max_num_seqs=4,
-        logprobs_mode="processed_logprobs",
-        enable_chunked_prefill=False,
-        enable_prefix_caching=family in TELLING,
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend="filesystem"),
-        **more,
-    )
-    differences = [(served(llm) - expected[0]).abs().mean().item()]
+    with loader_of(family):
+        llm = LLM(
+            str(folders[0]),
+            load_format="cairn",
+            dtype="float32",
+            enforce_eager=True,
+            hf_overrides=overrides(str(folders[0])),
+            distributed_executor_backend="uni",
+            kv_cache_memory_bytes=64 << 20,
+            max_model_len=128,
+            max_num_seqs=4,
+            logprobs_mode="processed_logprobs",
+            enable_chunked_prefill=False,
+            enable_prefix_caching=family in TELLING,
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend="filesystem"),
+            **more,
+        )
+    differences, held = [(served(llm) - expected[0]).abs().mean().item()], [digests(llm)]
     for seed, pushed in ((0, folders[0]), (1, folders[1]), (0, own)):
         push(llm, pushed)
         differences.append((served(llm) - expected[seed]).abs().mean().item())
-    return {"differences": differences, "experts": right_experts(llm, models[0]) if more else 1.0}
+        held.append(digests(llm))
+    return {
+        "differences": differences,
+        "start_differs": differing(held[0], held[1]),
+        "experts": right_experts(llm, models[0]) if more else 1.0,
+    }
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -613,7 +613,8 @@ def test_a_server_that_quantises_as_it_loads_takes_weights(
         sampling = SamplingParams(max_tokens=16, seed=1)
         expected, generated = await client.weight_checksums(), await client.generate(PROMPT, sampling)
         assert any("weight_scale" in name for name in expected)
-        await client.update_weights(tiny_model(seed=2), "other")
+        assert (await client.update_weights(tiny_model(seed=1), "own")).start_differs == []
+        assert (await client.update_weights(tiny_model(seed=2), "other")).start_differs is None
         assert await client.weight_checksums() != expected
         assert await client.generate(PROMPT, sampling) != generated
         await client.update_weights(tiny_model(seed=1), "first")
@@ -998,10 +999,25 @@ def test_nothing_outlives_a_killed_parent(foreground: Callable[..., Foreground])
     wait_for(lambda: not run.members())
 
 
-def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(foreground: Callable[..., Foreground]):
-    """Also with requests in flight, when vLLM itself hangs."""
+def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(
+    foreground: Callable[..., Foreground], tiny_model: Model
+):
+    """Also with requests in flight, when vLLM itself hangs. Before it died it had loaded other weights at its
+    start than in its first update from the same files, which the update says."""
     run = foreground()
     run.read_until_ready()
+    address = Address(run.url, json.loads(run.token_file.read_text())["token"])
+
+    async def job(client: InferenceClient) -> None:
+        whole = await client.weight_checksums()
+        headers = {"Authorization": f"Bearer {address.token}"}
+        async with httpx.AsyncClient(base_url=run.url, headers=headers, timeout=60) as http:
+            (await http.post("/weight_checker", json={"action": "reset"})).raise_for_status()  # zeros
+        assert (await client.update_weights(tiny_model(), "own")).start_differs == sorted(whole)
+        assert await client.weight_checksums() == whole
+        assert (await client.update_weights(tiny_model(), "again")).start_differs is None
+
+    with_client(address, job)
     printed = ""
 
     def kill_engine() -> None:

@@ -158,6 +158,12 @@ def test_healthy_rows_are_met_with_silence():
             {"servers/foreign_weights": 2},
             ["another run pushes weights to the same server"],
         ),
+        (
+            "other start",
+            HEALTHY,
+            {"servers/start_differed": 3},
+            ["into 24 parameters", "orchestrator's log names the parameters"],
+        ),
     ],
 )
 def test_each_fault_is_found_alone_and_names_the_setting(
@@ -424,7 +430,8 @@ NUMBERS = st.one_of(
 NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "dropped_records", "env/a/groups",
     "env/a/groups/unlearned", "env/a/rollout/cut_off", "env/a/reward/score/mean", "env/a/reward/acc/mean",
     "env/a/reward/mean", "reward/score/mean", "rollout/malformed_calls", "rollout/tool_calls",
-    "servers/foreign_weights", "entropy", "kl/reference", "ratio/clipped", "mismatch/logprob",
+    "servers/foreign_weights", "servers/start_differed", "entropy", "kl/reference", "ratio/clipped",
+    "mismatch/logprob",
     "mismatch/logprob_max", "staleness/max", "eval/a/reward",
     "eval/a/step", "validation/a/loss", "groups/dropped", "run/restarts", "run/restarts/trainer",
     "run/goodput",

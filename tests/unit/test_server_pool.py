@@ -59,6 +59,7 @@ class FakeServer:
         self.port = 0
         self.disagrees = self.scores = 0
         self.more_status: dict[str, Any] = {}
+        self.more_came: dict[str, Any] = {}
         self.looks = 0
         self.asleep = False
         self.adapters: list[str] | None = None
@@ -143,7 +144,7 @@ class FakeServer:
             "max_num_seqs": 8,
             "asleep": self.asleep,
             "adapter": self.adapters[-1] if self.adapters else None,
-            **(self.came if path == "/cairn/update_weights" else {}),
+            **(self.came | self.more_came if path == "/cairn/update_weights" else {}),
             **self.more_status,
             "vllm_version": "0",
         }
@@ -761,12 +762,19 @@ async def test_a_straggler_gets_no_request_for_weights_that_it_lacks():
 
 
 @in_loop
-async def test_metrics_count_bytes_seconds_and_idleness(tmp_path: Path):
+async def test_metrics_count_bytes_seconds_and_idleness(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """And what a server's start has loaded otherwise than its first update, which ends nothing."""
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     async with servers(2) as (pool, fakes):
+        fakes[0].more_came, fakes[1].more_came = {"start_differs": ["tp0:a", "tp1:a"]}, {"start_differs": []}
         await pool.serve(tmp_path, "v1")
         metrics = pool.take_metrics()
         assert metrics["weights/bytes"] == 2000
+        assert metrics["servers/start_differed"] == 2
+        assert f"{fakes[0].url} had loaded other values into 2 parameters at its start" in caplog.text
+        assert "tp0:a, tp1:a" in caplog.text
+        assert fakes[1].url not in caplog.text
+        assert "servers/start_differed" not in pool.take_metrics()
         assert metrics["time/push"] > 0
         for fake in fakes:
             fake.gate.clear()

@@ -163,13 +163,13 @@ class CairnRoutes:
         What comes is read and checked before anything is changed.
 
         200: they are loaded; the answer is that of `status`, with `relay`, where this server hands the policy
-        on to others if the update asks for it, `relayed`, whether another one did so, and `came`, how many
-        bytes of it were read or received. 422: the weights were refused, the old ones serve on. 412: they are
-        not those that the trainer published; the old ones serve on if they have changed on their way, it is
-        as with 500 if they have changed in the server. 409: somebody else's update is open. 410: the trainer
-        that was to send them has newer ones; 503: it does not have them yet, or has not sent all. 500: the
-        update failed half-way; generation stays paused, since the weights may be a mixture, until an update
-        succeeds. 501: likewise, and no update can succeed.
+        on to others if the update asks for it, `relayed`, whether another one did so, `came`, how many bytes
+        of it were read or received, and `start_differs` (see `StartWeights`). 422: the weights were refused,
+        the old ones serve on. 412: they are not those that the trainer published; the old ones serve on if
+        they have changed on their way, it is as with 500 if they have changed in the server. 409: somebody
+        else's update is open. 410: the trainer that was to send them has newer ones; 503: it does not have
+        them yet, or has not sent all. 500: the update failed half-way; generation stays paused, since the
+        weights may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
         """
         async with self._one_at_a_time:
             if self._sleep.asleep:  # since this request came in
@@ -181,6 +181,7 @@ class CairnRoutes:
                     return failure(reason.code, str(reason))
                 relay = noted.relay and asdict(noted.relay)
                 came = {"relay": relay, "relayed": noted.relayed, "came": noted.came}
+                came |= {"start_differs": noted.start_differs}
                 return JSONResponse(self._status(version, paused=False) | came)
 
     @contextlib.contextmanager

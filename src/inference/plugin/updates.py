@@ -6,7 +6,7 @@ Runs inside vLLM's API process only.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.logger import init_logger
 
 from cairn.inference.plugin.staging import Staged, Staging
-from cairn.inference.plugin.weight_files import UnusableWeights
+from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.policy.errors import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
 from cairn.policy.generation import DIRECT, Relay, Route
 
@@ -45,13 +45,15 @@ class WeightUpdate(BaseModel):
 class PolicyUpdate:
     """An update that is under way. before: the version that is served until it is done. relay: where the
     server hands the policy on, if it does. relayed: whether it got it from another server. came: bytes that
-    it has read or received of it, if that is known."""
+    it has read or received of it, if that is known. start_differs: parameters that the server's start has
+    loaded otherwise; None: that was not compared."""
 
     version: str
     before: str
     relay: Relay | None = None
     relayed: bool = False
     came: int | None = None
+    start_differs: list[str] | None = None
     since: float = field(default_factory=time.monotonic)
     pauses: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when generation is about to be paused; from then on the engine answers no questions."""
@@ -105,6 +107,55 @@ class Updates(ABC):
 logger = init_logger("vllm.cairn")
 
 
+class StartWeights:
+    """Compares what the server's start has loaded with what its first update loads, if both are of the same
+    files.
+
+    vLLM's own loader has put the first weights there, and an update goes another way (`loading.py`). Both
+    end in the same layout, whichever kernels compute from it, so vLLM's digests of all parameters are equal
+    if and only if the bytes are. Each of the two readings takes about a second for 2 GB of a worker's
+    parameters.
+    """
+
+    def __init__(self, engine: "AsyncLLM"):
+        """Of an engine that has loaded its model, and had no update."""
+        self._engine = engine
+        self._files = identities(engine.model_config.model)
+        self._before: list[dict[str, str]] | None = None
+
+    async def begin_update(self, path: str) -> None:
+        """An update from the folder or URL `path` is about to change the parameters."""
+        files, self._files = self._files, []  # later updates replace what updates have loaded
+        self._before = await self._digests() if files and identities(path) == files else None
+
+    async def end_update(self) -> list[str] | None:
+        """The parameters that the start had loaded otherwise, each with the rank of its worker; None: the
+        update was not the first one, or of other files, or vLLM gives no digests."""
+        before, self._before = self._before, None
+        after = await self._digests() if before is not None else None
+        if before is None or after is None:
+            return None
+        found = differing(before, after)
+        if found:
+            names = f"{len(found)} parameters: {', '.join(found)}"
+            logger.warning("the start had loaded other values from the same files into %s", names)
+        return found
+
+    async def _digests(self) -> list[dict[str, str]] | None:
+        """Of all parameters of each worker; None if vLLM gives none, which is no reason to fail an update."""
+        try:
+            return await self._engine.compute_weight_checksums()
+        except Exception as error:
+            logger.warning("what the start has loaded is not compared: %r", error)
+            return None
+
+
+def differing(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> list[str]:
+    """The parameters with another digest, or none, in one of two readings of all workers."""
+    one, other = ({k: v for worker in reading for k, v in worker.items()} for reading in (before, after))
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
 class Swapping(Updates):
     """Reads and checks weights, and puts them into the engine's place between two steps of generation."""
 
@@ -112,6 +163,7 @@ class Swapping(Updates):
         """Take policies from now on; `folder`: where to put what is downloaded."""
         self._engine = engine
         self._staging = Staging(engine.model_config, folder)
+        self._start = StartWeights(engine)
         # Of data-parallel engines, too, each has workers that load on their own.
         self._alone = engine.vllm_config.parallel_config.world_size_across_dp == 1
 
@@ -148,6 +200,7 @@ class Swapping(Updates):
         # which old weights have made.
         await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
         try:
+            await self._start.begin_update(update.path)
             await self._engine.start_weight_update()
         except Exception as error:
             if not was_paused:
@@ -156,6 +209,7 @@ class Swapping(Updates):
         try:
             await self._engine.update_weights(WeightTransferUpdateRequest(update_info=staged.update_info))
             await self._engine.finish_weight_update(update.version)
+            noted.start_differs = await self._start.end_update()
         except Exception as error:
             # Others of several workers may have loaded what one of them has not found any more.
             may_be_mixed = staged.is_prepared and not self._alone

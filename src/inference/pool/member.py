@@ -71,6 +71,8 @@ class Member:
         """Count since the pool's metrics were last taken."""
         self.foreign = 0
         """The same of how often it was found with weights of another run."""
+        self.start_differed = 0
+        """The same of the parameters that its first update has shown to have been loaded otherwise before."""
         self.abandoned = ""
         """Why its requests were given up."""
         self._proving: str | None = None
@@ -142,6 +144,7 @@ class Member:
             self.adapter = status.served_adapter
             self.relay, self.relayed = status.hands_on, status.relayed
             self.came = weights.size if status.came is None else status.came
+            self._note_start(status.start_differs)
             self.pushes += 1
             if weights.probe is not None:
                 await self.prove(weights)
@@ -156,6 +159,20 @@ class Member:
         if not weights.probe_follows:
             self._settle(True)
         self.weights = weights
+
+    def _note_start(self, parameters: list[str] | None) -> None:
+        """Report the parameters that an update has shown to have been loaded otherwise at the server's start.
+
+        All answers of a run come from updates, so the run goes on.
+        """
+        if parameters:
+            self.start_differed += len(parameters)
+            logger.warning(
+                "%s had loaded other values into %d parameters at its start than from the same files now: %s",
+                self.url,
+                len(parameters),
+                ", ".join(parameters),
+            )
 
     async def fall_asleep(self) -> None:
         """Have it free its GPU memory; answers in flight wait in it.

@@ -273,7 +273,9 @@ class ServerPool:
         `weights/bytes` is summed over servers, `time/push` is the time that `serve` took. `time/server_idle`
         is the time in which no request was in flight at all, `time/generate` the rest. A server that has
         disagreed with the trainer is named, in `servers/disagreed/HOST:PORT`, with how often.
-        `servers/foreign_weights` is how often one was found with weights of another run.
+        `servers/foreign_weights` is how often one was found with weights of another run;
+        `servers/start_differed` counts parameters into which a server's start had loaded other values than
+        its first update from the same files.
         """
         return {
             "servers/healthy": sum(member.ready for member in self._membership.members.values()),
@@ -297,12 +299,14 @@ class ServerPool:
         return found
 
     def _foreign(self) -> dict[str, float]:
-        """How often a server was found with weights of another run since the last call; nothing if never."""
-        members = self._membership.members.values()
-        found = sum(member.foreign for member in members)
-        for member in members:
-            member.foreign = 0
-        return {"servers/foreign_weights": found} if found else {}
+        """How often a server was found with weights of another run since the last call, and how many
+        parameters its start had loaded otherwise; nothing if none."""
+        found = {"servers/foreign_weights": 0, "servers/start_differed": 0}
+        for member in self._membership.members.values():
+            found["servers/foreign_weights"] += member.foreign
+            found["servers/start_differed"] += member.start_differed
+            member.foreign = member.start_differed = 0
+        return {name: count for name, count in found.items() if count}
 
     # Requests
 

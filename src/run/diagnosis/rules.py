@@ -303,6 +303,23 @@ class OtherPushes:
             )
 
 
+class OtherStart:
+    """Servers whose start and whose first update have made other parameters of the same files."""
+
+    window = 4
+
+    def look(self, seen: RuleInput) -> Iterator[Finding]:
+        if parameters := seen.sum("servers/start_differed"):
+            yield Finding(
+                "other start",
+                1,
+                f"a server's start had loaded other values into {parameters:.0f} parameters than the run's "
+                "first update from the same files",
+                "The run answers from updates, which the probe checks; eval, chat and other clients may not. "
+                "The orchestrator's log names the parameters: report them with the model",
+            )
+
+
 # Samples and records of which less is learned than there is.
 
 
