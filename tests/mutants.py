@@ -204,6 +204,28 @@ MUTANTS = (
         "pass",
         "test_chat",
     ),
+    # What servers hold
+    M(
+        "only a server's first update is compared with its start",
+        "StartWeights.begin_update",
+        "files, self._files = self._files, []",
+        "files = self._files",
+        "test_held_weights",
+    ),
+    M(
+        "a sum that is too large is no value that is not finite",
+        "look_at",
+        "if not is_finite and tensor.dtype == dtype:",
+        "if not is_finite and tensor.dtype is None:",
+        "test_staging",
+    ),
+    M(
+        "values that the server rounds are looked at one by one",
+        "look_at",
+        "piece.aminmax() if tensor.dtype != dtype else [piece.sum()]",
+        "[piece.sum()]",
+        "test_staging",
+    ),
     # Where answers go on
     M(
         "an answer goes where its prompt's newest request went",
