@@ -18,7 +18,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError, one_of
 from cairn.run.faults import fault_point
 from cairn.run.file_system import flock, open_lock
-from cairn.run.files import make_folders, read_json, write_json
+from cairn.run.files import DamagedFile, make_folders, read_json, write_json
 from cairn.run.metrics import number
 
 FILE = "branches.json"
@@ -135,7 +135,13 @@ class Branches:
             UsageError: there are no branches here.
             DamagedFile: it can't be read.
         """
-        found = read_json(self.file, BranchStates)
+        try:
+            found = read_json(self.file, BranchStates)
+        except DamagedFile as error:
+            raise DamagedFile(
+                f"{error}. Remove it, and go on with --ckpt.resume auto: the rule then chooses again, as "
+                "before; branches that you have ended are to be ended again"
+            ) from None
         if found is None:
             raise UsageError(f"{self.path}: {NO_BRANCHES}")
         return found

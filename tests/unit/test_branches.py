@@ -33,7 +33,7 @@ from cairn.orchestrator.siblings import Siblings
 from cairn.run.branches import Branches, BranchStates, ranking
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import write_json
+from cairn.run.files import DamagedFile, write_json
 from cairn.run.messages import ShippedBatch
 
 # The settings of a branch
@@ -252,6 +252,12 @@ def test_the_best_go_on_and_the_others_say_why_they_do_not(branches: Branches):
     RunDirectory(branches.run("c")).metrics.append({"step": 5, "reward/mean": 99})
     assert branches.choose(4, 2) == states, "what is decided stays"
     assert branches.choose(4, 1) == states
+    branches.file.write_text("{")
+    with pytest.raises(DamagedFile, match=r"branches\.json: is damaged: .* Remove it, and go on with --ckpt"):
+        branches.choose(4, 2)
+    branches.file.unlink()
+    branches.begin(STATES)
+    assert branches.choose(4, 2) == states, "though there are later steps by now"
 
 
 def test_a_branch_that_the_user_has_ended_is_not_compared(branches: Branches):
