@@ -74,6 +74,13 @@ def sample(client: LightClient, sampler: str, number: int, **more: Any) -> dict[
     return client.result(client.post("asample", **asked, sampling_params=how))
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended, though its parent may not know yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def trained(client: LightClient) -> str:
     """A model after three steps on the same samples each time."""
     model = client.create(seed=2)
@@ -110,10 +117,19 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     assert scores[0] is None
     assert scores[1:] == pytest.approx(expected, abs=1e-4)
 
-    for process in psutil.Process(service.command.process.pid).children(recursive=True):
+    (keeper,) = (
+        process
+        for process in psutil.Process(service.command.process.pid).children()
+        if "vllm" in " ".join(process.cmdline())
+    )
+    family = [keeper, *keeper.children(recursive=True)]
+    for process in family:
         with contextlib.suppress(psutil.Error):  # it has ended, perhaps with the one before
             if "vllm" in " ".join(process.cmdline()):
                 process.kill()
+    service.command.wait_until(
+        lambda: not any(map(lives, family))
+    )  # nor does the engine, which has no such name
     for name, one in found.items():
         assert sample(client, one, 5)["sequences"] == answers[name]["sequences"]
     assert sample(client, base, 5)["sequences"] == plain["sequences"]

@@ -7,6 +7,7 @@ Runs inside vLLM's processes only.
 
 import functools
 import itertools
+import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from cairn.inference.plugin.staging import Plan
 from cairn.inference.plugin.vllm_internals import check_updatable
 from cairn.inference.plugin.weight_files import UnusableWeights, identities
 from cairn.policy.errors import NotHeld, NotThere, Unchanged
+from cairn.run.processes import die_after
 from cairn.run.signals import stay_deaf
 
 logger = init_logger("vllm.cairn")
@@ -41,6 +43,8 @@ PLAN = TypeAdapter(Plan)
 def register() -> None:
     """Entry point, called by vLLM in each of its processes."""
     stay_deaf()
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        die_after(parent.pid)  # an engine whose server and keeper were killed would stay, with its GPU
     WeightTransferEngineFactory.register_engine("filesystem", FilesystemEngine)
     register_model_loader("cairn")(RepackableLoader)
 
