@@ -358,6 +358,11 @@ def _at_most(folder: str, ranks: int) -> int:
     return parameters * (16 + 10 * ranks)
 
 
+_counted: dict[tuple[str, bytes, str], "Footprint"] = {}
+"""Footprints of this process, by folder, its config.json, and how they were counted: a plan asks for the same
+one several times, and each takes a second for 8 billion parameters."""
+
+
 def count(folder: str, **how: Any) -> "Footprint":
     """The model's footprint; `how`: further arguments of `footprint_of`.
 
@@ -368,8 +373,13 @@ def count(folder: str, **how: Any) -> "Footprint":
     with importing():
         from cairn.trainer.models.footprint import footprint_of
 
+    about = Path(folder) / "config.json"
+    key = (folder, about.read_bytes() if about.is_file() else b"", repr(sorted(how.items())))
+    if key in _counted:
+        return _counted[key]
     try:
-        return footprint_of(folder, **how)
+        _counted[key] = footprint_of(folder, **how)
+        return _counted[key]
     except UsageError:
         raise
     except Exception as error:  # the model's own code, of any family

@@ -53,7 +53,7 @@ FREE = [one for one in KILLS if one[0] == "SFT" or "experts" not in one[1]]
 """Those that need no server of their own."""
 DRAWN = random.Random(draws.seed(__name__)).choice(["RL, power cut", "SFT, power cut", *FREE])
 """What a commit has of all."""
-FEW = 2
+FEW = 1
 """Fault points on the way of a run in a commit."""
 ELSEWHERE = ("orchestrator.turn", "orchestrator.call", "trainer.rewind")
 """Points that these runs don't reach: test_killed_programs.py, tests/unit/test_rewinds.py."""

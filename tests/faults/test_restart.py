@@ -128,6 +128,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert re.search(rf"2 restarts, {last['run/recomputed_steps']} steps? recomputed", finished.output)
 
 
+@draws.in_turn("a server that goes", 0, 2)
 def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to_a_server(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, trained: Path, tmp_path: Path
 ):
@@ -253,6 +254,7 @@ def test_a_run_whose_checkpoint_the_trainer_finds_damaged(
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
+@draws.in_turn("a server that goes", 1, 2)
 def test_reinforcement_learning_survives_the_server_that_it_started(
     shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import draws
 import pytest
 import torch
 from runs import CONFIGS, REPOSITORY, Shell
@@ -91,6 +92,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU can be used")
+@draws.in_turn("a GPU that is of no use", 0, 2)
 def test_a_gpu_that_cuda_can_not_use_does_not_train_on_the_cpu(shell: Shell, tmp_path: Path):
     """The driver is there, but too old, or the GPU is broken: the run ends at once, with torch's reason."""
     run = tmp_path / "run"
@@ -110,6 +112,7 @@ def test_a_gpu_that_cuda_can_not_use_does_not_train_on_the_cpu(shell: Shell, tmp
     assert not (run / "metrics.jsonl").exists()
 
 
+@draws.in_turn("a GPU that is of no use", 1, 2)
 def test_a_full_gpu_ends_the_run_at_once(shell: Shell, tmp_path: Path):
     """Nothing is restarted, and the message is of the rank that found it full, not of its neighbour."""
     (tmp_path / "full_loss.py").write_text(FULL_LOSS)

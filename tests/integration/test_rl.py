@@ -516,6 +516,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     assert sum(epoch["trained"] for epoch in report["epochs"]) == 14 * PROMPTS
 
 
+@draws.in_turn("policies that servers get", 0, 2)
 def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, trained: Path, tmp_path: Path):
     """It computes what they do at every step, as `mismatch` says; only the last policy is written down. The
     ranks share the matrices of layers, so that they hold rows of some and columns of others.
@@ -619,6 +620,7 @@ def assert_exported(run: Path, step: int) -> None:
         assert torch.equal(found.state_dict()[name], tensor), name
 
 
+@draws.in_turn("policies that servers get", 1, 2)
 def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):

@@ -91,9 +91,9 @@ WORLDS: dict[int, dict[str, dict[str, int]]] = {
 }
 """How the ranks of so many processes are laid out, one time after the other."""
 NAMES = [world for worlds in WORLDS.values() for world in worlds]
-EACH_COMMIT = ["one", "two", "replicas", "context", "tensor", "expert", "expert and tensor"]
-"""Each axis by itself, and the two that cut the same layers."""
-CHOSEN = draws.cases(NAMES, "layouts of a step", 1, always=EACH_COMMIT)
+EACH_COMMIT = ["one", "two", "tensor", "expert and tensor"]
+"""All processes have a part of each layer; and the two axes that cut the same layers."""
+CHOSEN = draws.cases(NAMES, "layouts of a step", 2, always=EACH_COMMIT)
 
 
 def models_in(world: str) -> list[str]:
@@ -522,7 +522,13 @@ def test_any_ranks_train_the_same_reward_model(found: Path, world: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [(name, world) for name, worlds in ADAPTED.items() for world in worlds[1:]]
+    ("name", "world"),
+    draws.cases(
+        [(name, world) for name, worlds in ADAPTED.items() for world in worlds[1:]],
+        "adapters on ranks",
+        0,
+        always=[("untied", "tensor"), ("experts", "expert and tensor")],
+    ),
 )
 def test_any_ranks_train_the_same_adapter(found: Path, name: str, world: str):
     """And serve the same weights, where layers are cut and where experts are on several ranks."""
@@ -674,13 +680,11 @@ GOES_ON = [
 
 GO_ON_IN_EACH_COMMIT = [
     ("two", "two on host"),
-    ("two", "context"),
     ("replicas", "two"),
     ("two", "tensor"),
     ("expert", "replicas"),
-    ("expert", "expert"),
 ]
-"""One with each axis, with a state on the host, and with experts that were apart and are together."""
+"""With a state on the host, matrices that were cut, and experts that were apart and are together."""
 
 
 @pytest.mark.parametrize(
