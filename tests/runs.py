@@ -319,9 +319,12 @@ class Shell:
 
 
 @contextlib.contextmanager
-def forking_commands() -> Iterator[dict[str, str]]:
-    """Let this thread fork what it starts of Cairn, also `python -c`; gives the environment of commands."""
-    with fork_server.forking(_fork_server()):
+def forking_commands(*, vllm: bool = False) -> Iterator[dict[str, str]]:
+    """Let this thread fork what it starts of Cairn, also `python -c`; gives the environment of commands.
+
+    vllm: what it starts imports vLLM, too.
+    """
+    with fork_server.forking(_fork_server_with_vllm() if vllm else _fork_server()):
         yield environment_of_commands()
 
 
@@ -334,11 +337,11 @@ def run_python(
         environment: goes over that of commands.
         vllm: it imports vLLM, too.
     """
-    with fork_server.forking(_fork_server_with_vllm() if vllm else _fork_server()):
+    with forking_commands(vllm=vllm) as variables:
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=REPOSITORY,
-            env={**environment_of_commands(), **(environment or {})},
+            env={**variables, **(environment or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -231,15 +231,15 @@ class SampleServer:
     async def _revive(self) -> None:
         """Start the service's own server again if it has died."""
         async with self._giving:
-            if self._own is None:
-                await asyncio.sleep(0.2)
-                return
             try:
-                await asyncio.to_thread(self._own.check)
-                await asyncio.sleep(0.2)
-                return
+                if self._own is not None:
+                    await asyncio.to_thread(self._own.check)
             except ServerFailed as error:
                 logger.warning("the inference server is started again: %s", error)
+            else:
+                await asyncio.sleep(0.2)
+                return
+            assert self._own is not None, "it has failed"
             self._has.clear()
             self._status = None
             with contextlib.suppress(UsageError):

@@ -284,7 +284,7 @@ class ServerPool:
                 for member in self._membership.members.values()
             ),
             **self._disagreements(),
-            **self._foreign(),
+            **self._rare_counts(),
             "servers/moved_sessions": self._sessions.take_moved(),
             **self._counts.take(),
         }
@@ -298,7 +298,7 @@ class ServerPool:
                 member.disagreements = 0
         return found
 
-    def _foreign(self) -> dict[str, float]:
+    def _rare_counts(self) -> dict[str, float]:
         """How often a server was found with weights of another run since the last call, and how many
         parameters its start had loaded otherwise; nothing if none."""
         found = {"servers/foreign_weights": 0, "servers/start_differed": 0}

@@ -14,6 +14,7 @@ from cairn.config.rl import RLConfig, ServersConfig
 from cairn.launch.plan.run_plan import RunPlan, make
 from cairn.launch.plan.steps import STEPS
 from cairn.run.branches import Branches, BranchStates
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.object_store import is_url
 
@@ -149,9 +150,15 @@ def of_branch(
     model = own.model if shared.model is None else ModelConfig(name=shared.model)
     ckpt = _in_folder(own.ckpt, name).model_copy(update={"resume": "auto"})
     config = config.sharing(output_dir=str(branches.run(name)), ckpt=ckpt, stop_after=None, model=model)
-    if states.start is None or CheckpointStore(config.run_directory().checkpoints).steps():
+    if states.start is None or store_of(name, own, branches).steps():
         return config
     return config.sharing(ckpt=ckpt.model_copy(update={"resume": states.start}))
+
+
+def store_of(name: str, own: RLConfig, branches: Branches) -> CheckpointStore:
+    """The checkpoints of a branch, by its settings as the command line and its file give them."""
+    assert own.ckpt is not None, "it was refused"
+    return CheckpointStore(RunDirectory(branches.run(name), _in_folder(own.ckpt, name).dir).checkpoints)
 
 
 def _unused(inference: ServersConfig) -> ServersConfig:

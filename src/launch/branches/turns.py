@@ -5,8 +5,6 @@ settings alone, and ends with a checkpoint. What was decided is in `branches.jso
 from it. So whatever is killed, the same command with `--ckpt.resume auto` does what is left to do.
 """
 
-import contextlib
-import io
 import json
 import sys
 import time
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.store import CheckpointStore
 from cairn.config.branches import KeepRule
 from cairn.config.rl import RLConfig
 from cairn.launch.branches.children import BranchServers, BranchTurn
@@ -29,8 +26,9 @@ from cairn.launch.branches.settings import (
     refuse,
     refuse_shared_gpus,
     shared_by,
+    store_of,
 )
-from cairn.launch.plan.dry_run import report
+from cairn.launch.plan.dry_run import explain, settled
 from cairn.run.branches import Branches, BranchStates
 from cairn.run.directory import RunDirectory, lock
 from cairn.run.errors import CairnError, UsageError
@@ -156,10 +154,9 @@ def _show(config: RLConfig, each: Mapping[str, RLConfig], branches: Branches, st
         where = f"branch {name}, in {branches.run(name)}, stops after steps {', '.join(map(str, at))}"
         print(f"{where}:", file=sys.stderr, flush=True)
         alone = of_branch(name, own, branches, shared, states).model_copy(update={"inference": own.inference})
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            codes.append(report(planned(alone)))
-        settings[name] = json.loads(printed.getvalue())
+        plan = planned(alone)
+        settings[name] = json.loads(settled(plan).model_dump_json())
+        codes.append(explain(plan))
     print(json.dumps({"branch": settings}, indent=2), flush=True)
     return max(codes)
 
@@ -186,8 +183,7 @@ class BranchScheduler:
 
     def step(self, name: str, states: BranchStates) -> int:
         """The newest checkpoint of a branch, or the step that it starts from."""
-        store = CheckpointStore(self.settings(name, states).run_directory().checkpoints)
-        return store.latest() or states.since
+        return store_of(name, self.each[name], self.branches).latest() or states.since
 
     def check(self, states: BranchStates) -> None:
         """See that each branch that goes on could start; nothing is started.

@@ -33,13 +33,27 @@ def report(plan: RunPlan) -> int:
     Raises:
         UsageError: the settings can't be settled.
     """
+    print(settled(plan).model_dump_json(indent=2), flush=True)
+    return explain(plan)
+
+
+def settled(plan: RunPlan) -> RunConfig:
+    """The resolved configuration.
+
+    Raises:
+        UsageError: the settings can't be settled.
+    """
     if plan.settled is None:
         raise UsageError(plan.errors[0])
+    return plan.settled
+
+
+def explain(plan: RunPlan) -> int:
+    """The part of `report` that is for people; returns the exit code."""
     lines = [f"planned for {in_words(plan.machine)}", *(f"  {note}" for note in plan.notes)]
     if plan.placing is not None:
         about = plan.placing.in_words(), exports_in_words(plan.config)
         lines += [f"  {words}" for words in about if words]
-    print(plan.settled.model_dump_json(indent=2), flush=True)
     for choice in plan.choices:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")

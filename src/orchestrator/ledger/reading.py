@@ -217,9 +217,7 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
         portions = tuple(Portion(*row) for row in database.execute(PORTIONS))
         outcomes = {place: mean for place, mean in database.execute("SELECT place, mean FROM outcomes")}
-        has_shared = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'shared'").fetchone()
-        found = database.execute("SELECT place, branch, since FROM shared") if has_shared else ()
-        shared = {place: SharedFrom(branch, since) for place, branch, since in found}
+        shared = _shared(database)
     of_prompts = {name: tables[name] for name in ("groups", "samples", "turns", "calls", "dropped", "failed")}
     return LedgerContent(
         run=run, batches=batches, portions=portions, outcomes=outcomes, shared=shared, **of_prompts
@@ -277,12 +275,17 @@ def read_whole_answers(path: Path, place: int, run: LedgerRun) -> AnswerGroup | 
             replace(rollout_of(answer, sampled.get((place, sample, ANSWER), SampledTokens())), recorded=None)
             for sample, (_, _, *answer) in enumerate(rows)
         ]
-        has_shared = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'shared'").fetchone()
-        whose = "SELECT branch, since FROM shared WHERE place = ?"
-        row = database.execute(whose, (place,)).fetchone() if has_shared else None
+        shared = _shared(database, "WHERE place = ?", place).get(place)
     problem, policy_step, prompt_ids, environment = found
-    shared = SharedFrom(*row) if row else None
     return AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), rollouts, environment, shared)
+
+
+def _shared(database: sqlite3.Connection, which: str = "", *values: object) -> dict[int, SharedFrom]:
+    """Whose the answers are to prompts that another branch has answered, by place; old ledgers have none."""
+    if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'shared'").fetchone() is None:
+        return {}
+    found = database.execute(f"SELECT place, branch, since FROM shared {which}", values)
+    return {place: SharedFrom(branch, since) for place, branch, since in found}
 
 
 def read_answers(path: Path) -> list[Row]:
