@@ -239,9 +239,15 @@ def disagrees(folder: Path) -> bool:
     text = about.get("text_config")
     inner: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else {}
     ties = about.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
-    rows = [one.spec.shape for one in found.values() if len(one.spec.shape) == 2]
-    twice = max((shape for shape in rows if rows.count(shape) > 1), default=(0, 0))
-    if ties is False or twice[0] < max((shape[0] for shape in rows), default=0):
+    if ties is False:
+        return False
+    # Only embeddings are tied: matrices with a row for each token, of which there are more than of anything.
+    matrices = [one.spec.shape for one in found.values() if len(one.spec.shape) == 2]
+    said = about.get("vocab_size"), inner.get("vocab_size")
+    most = max((shape[0] for shape in matrices), default=0)
+    embeddings = [shape for shape in matrices if shape[0] in said]
+    embeddings = embeddings or [shape for shape in matrices if shape[0] == most]
+    if len(embeddings) == len(set(embeddings)):
         return False
     from cairn.model.hub_layout import (
         hub_layout,  # imports torch and transformers
