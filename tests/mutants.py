@@ -263,6 +263,28 @@ MUTANTS = (
         "if step > attempt.start_step + 9]",
         "test_replay",
     ),
+    # Answers asked for again
+    M(
+        "an answer that its seed does not draw is as good",
+        "SpanReplayed.verdict",
+        "if self.parted is None and not any(self.apart)",
+        "if not any(self.apart)",
+        "test_replayed_answers",
+    ),
+    M(
+        "tokens on an earlier policy's keys and values are compared",
+        "spans_of",
+        'mixed=then.keeps_cache and span["version"] != first',
+        "mixed=False",
+        "test_replayed_answers",
+    ),
+    M(
+        "a checkpoint has the policy of a branch that was left",
+        "is_same_policy",
+        "int(one[1]) > int(other[1])",
+        "int(one[1]) != int(other[1])",
+        "test_replayed_answers",
+    ),
     # Plans
     M(
         "a save that is not durable yet can be gone back to",

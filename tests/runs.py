@@ -150,6 +150,8 @@ def _starts_vllm(name: str, arguments: tuple[object, ...]) -> bool:
     """Whether a command starts a server of vLLM's, by its command line."""
     if name == "cairn":
         return arguments[:1] == ("service",)
+    if name == "ckpt":
+        return "--rollout" in arguments and "--server" not in arguments
     return name == "inference" or (name == "rl" and not any("inference-url" in str(a) for a in arguments))
 
 

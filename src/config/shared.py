@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -273,3 +273,33 @@ Place = Annotated[Path | str, BeforeValidator(place)]
 """A path, or the URL of an object store."""
 LocalRun = Annotated[Path, BeforeValidator(_local)]
 """A run directory."""
+
+
+class RolloutKey(NamedTuple):
+    """Names an answer, as the first column of the table does."""
+
+    step: int
+    place: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.step}/{self.place}/{self.sample}"
+
+    @classmethod
+    def of(cls, text: str) -> "RolloutKey":
+        """The key in STEP/PLACE/SAMPLE.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            step, place, sample = map(int, text.split("/"))
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is not a key such as 12/190/3: step, place and sample, as in the table"
+            ) from None
+        return cls(step, place, sample)
+
+
+GivenRollout = Annotated[RolloutKey, BeforeValidator(RolloutKey.of)]
+"""The key of a rollout, as users type it."""

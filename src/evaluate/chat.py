@@ -14,9 +14,9 @@ from pydantic import Field
 from cairn.config.cli import load
 from cairn.config.inference import InferenceConfig
 from cairn.config.settings import BaseConfig
-from cairn.evaluate.eval_server import free_port
 from cairn.evaluate.policies import Policy
 from cairn.inference.server import AddressUnusable, Server, ServerFailed
+from cairn.inference.servers import free_port
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError, one_of
 from cairn.run.exits import RoleFailed

@@ -11,12 +11,12 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
-from cairn.evaluate.eval_server import GivenServers, OwnServer, Servers
 from cairn.evaluate.policies import Policy
 from cairn.evaluate.results import EvalFolder
 from cairn.inference.pool.membership import PoolSettings
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import AddressUnusable, ServerFailed
+from cairn.inference.servers import GivenServers, OwnServer, Servers
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.evaluation import Evaluation
 from cairn.policy.errors import WeightsRefused
@@ -139,11 +139,7 @@ class _Work:
             RoleFailed: the server that was started fails again and again.
         """
         policies = self.plan.policies
-        servers: Servers = (
-            GivenServers(self.config, policies)
-            if self.config.inference_url
-            else OwnServer(self.config.inference, self.folder.path, self.plan.check, self.tell)
-        )
+        servers = self._servers()
         outlive_terminal()
         try:
             with on_stop_signals(self._interrupt, servers.kill_and_exit):
@@ -164,6 +160,14 @@ class _Work:
                 "the same command tries them again"
             )
         return 0 if len(rows) == wanted and all("reward" in row for row in rows) else 1
+
+    def _servers(self) -> Servers:
+        config = self.config
+        if not config.inference_url:
+            return OwnServer(config.inference, self.folder.path, self.plan.check, self.tell)
+        runs = {policy.run_id: policy.run for policy in self.plan.policies if policy.run is not None}
+        ended = {run_id for run_id, run in runs.items() if not run.is_locked()}
+        return GivenServers(config.inference_url, ended, "--inference-url", take=config.take_server)
 
     def _interrupt(self, name: str) -> None:
         self.tell(f"{name}: stopping; what is complete is kept. The same again stops at once")

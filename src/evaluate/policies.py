@@ -10,14 +10,12 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord, verify
 from cairn.checkpoint.store import CheckpointStore
+from cairn.inference.servers import SERVED
 from cairn.model.adapters import is_adapter
 from cairn.remote import RemoteStore
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import PolicyName
 from cairn.run.output import importing, progress_bars
-
-SERVED = "eval-"
-"""What the names begin with under which servers get policies from `eval`."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ TURN = pa.struct(
     [
         ("branch", pa.int32()),
         ("kept", pa.int32()),
+        ("call", pa.int32()),
         ("prompt", pa.string()),
         ("text", pa.string()),
         ("finish_reason", pa.string()),
@@ -44,6 +45,7 @@ TURN = pa.struct(
 )
 """One answer of the model. Its context is the first `kept` tokens of the branch, and then prompt_ids.
 
+call: its number among the calls of a program, from which its seeds derive; null: no program has asked for it.
 prompt: the text of prompt_ids. text: of the answer, with special tokens. versions: the policy versions that
 sampled the tokens [start, end).
 """
@@ -208,8 +210,10 @@ def rows_of(
     for group in groups:
         prompt = chat.full_text(group.prompt_ids)
         for sample, rollout in enumerate(group.rollouts):
-            turns = rollout.turns or ([_only_turn(group, rollout)] if group.prompt_ids else [])
-            shown = prompt if group.prompt_ids or not turns else chat.full_text(turns[0].prompt_ids)
+            turns = [_turn_row(turn, chat, turn.number) for turn in rollout.turns]
+            if not turns and group.prompt_ids:
+                turns = [_turn_row(_only_turn(group, rollout), chat, None)]
+            shown = prompt if group.prompt_ids or not turns else turns[0]["prompt"]
             rows.append(
                 {
                     "step": step,
@@ -225,10 +229,10 @@ def rows_of(
                     "parts": list(rollout.parts.items()),
                     "failed": rollout.failed,
                     "finish_reason": rollout.finish_reason,
-                    "tokens": sum(len(turn.token_ids) for turn in turns),
+                    "tokens": sum(len(turn["token_ids"]) for turn in turns),
                     "seconds": rollout.seconds,
                     "diverged": rollout.diverged,
-                    "turns": [_turn_row(turn, chat) for turn in turns],
+                    "turns": turns,
                 }
             )
     return rows
@@ -248,11 +252,12 @@ def _only_turn(group: AnswerGroup, rollout: Rollout) -> Turn:
     )
 
 
-def _turn_row(turn: Turn, chat: ChatFormat) -> Mapping[str, Any]:
+def _turn_row(turn: Turn, chat: ChatFormat, call: int | None) -> Mapping[str, Any]:
     names = ("version", "start", "end")
     return {
         "branch": turn.branch,
         "kept": turn.kept,
+        "call": call,
         "prompt": chat.full_text(turn.prompt_ids),
         "text": chat.full_text(turn.token_ids),
         "finish_reason": turn.finish_reason,

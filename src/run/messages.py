@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -147,6 +147,12 @@ ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 """How far apart server and trainer may be on average, per unit of 1 + |logprob|, by the coarser data type."""
 
 
+def rounding(dtypes: Iterable[str], logprobs: Sequence[float]) -> float:
+    """The mean difference between two computations of these logprobs, in these data types, that rounding may
+    make."""
+    return max(ROUNDING.get(kind, 0.0) for kind in dtypes) * (1 + sum(map(abs, logprobs)) / len(logprobs))
+
+
 @dataclass(frozen=True)
 class Probe(Message):
     """A few tokens and the trainer's logprobs of them: by these a server proves that it serves that policy.
@@ -162,8 +168,7 @@ class Probe(Message):
         """How a server's logprobs of these tokens, or the first of them, differ; None: by rounding only."""
         apart = [abs(theirs - ours) for theirs, ours in zip(logprobs, self.logprobs, strict=False)]
         mean = sum(apart) / len(apart)
-        allowed = max(ROUNDING.get(kind, 0.0) for kind in (dtype, self.dtype))
-        allowed *= 1 + sum(map(abs, self.logprobs)) / len(apart)
+        allowed = rounding((dtype, self.dtype), self.logprobs[: len(apart)])
         if mean <= allowed:  # and not NaN
             return None
         return f"by {mean:.2g} on average and {max(apart):.2g} at most, where rounding makes {allowed:.2g}"

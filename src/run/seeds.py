@@ -26,6 +26,32 @@ def derive(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
+def answer_seed(seed: int, place: int, policy_step: int, chunk: int, within: int = 0) -> int:
+    """The seed of a request for the answers to a prompt; answer i adds i.
+
+    Args:
+        place: of the prompt in the run's order.
+        policy_step: the policy that was served when the prompt was issued.
+        chunk: number of the answer's piece that is asked for, from its token `within` on.
+    """
+    which = [chunk, within] if within else [chunk] if chunk else []
+    return derive(seed, "sample", place, policy_step, *which)
+
+
+def turn_seed(
+    seed: int, place: int, policy_step: int, sample: int, call: int, chunk: int, within: int = 0
+) -> int:
+    """The seed of a request for an answer to a program.
+
+    Args:
+        sample: number of the rollout among those to the prompt.
+        call: number of the answer among the calls that the program has made.
+        place, policy_step, chunk, within: as in `answer_seed`.
+    """
+    which = [chunk, within] if within else [chunk]
+    return derive(seed, "sample", place, policy_step, sample, call, *which)
+
+
 def permutation(n: int, seed: int, *purpose: str | int) -> "list[int]":
     """The numbers 0 to n - 1 in a seeded order."""
     import numpy as np

@@ -1,11 +1,11 @@
 """The `ckpt` commands that prove what a run has computed: `replay`, `prove` and `bisect`."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from cairn.config.shared import LocalRun, ToolCommand
+from cairn.config.shared import GivenRollout, LocalRun, RolloutKey, ToolCommand
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 
@@ -38,14 +38,19 @@ class OfSteps(Comparing):
 
     workers: int | None = Field(default=None, ge=1)
     """Ranks to take the steps with (default: as many as took them; with others, bits may differ)."""
-    bound: float | None = Field(default=None, gt=0)
-    """Largest relative difference that counts as rounding (default: none where bits must be the same)."""
+    bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Largest relative difference that counts as rounding (default: none where bits must be the same); of an
+    answer, the largest mean difference of its logprobs."""
     work_dir: Path | None = None
     """Folder for the time (default: beside the run, so that the checkpoint is not copied)."""
+    server: str | None = None
+    """Address of a server that runs, to ask for answers again (default: one that is started)."""
+    take_server: bool = False
+    """Take the server although a run may use it: it is given other weights."""
 
 
 class ReplaySteps(OfSteps):
-    """Take steps again and compare them, to the bit; exit code 1 if they differ."""
+    """Take steps again, or ask for an answer again, and compare, to the bit; exit code 1 if they differ."""
 
     command = "ckpt replay"
     positional = ("run",)
@@ -55,11 +60,24 @@ class ReplaySteps(OfSteps):
     """Take the step after this one again, from the nearest checkpoint (default: those before the newest)."""
     through: int | None = Field(default=None, ge=1)
     """Go on through this step; if it has a checkpoint, weights and moments are compared, too."""
+    rollout: GivenRollout | None = None
+    """Ask for this answer of an RL run again, STEP/PLACE/SAMPLE as `rollouts` shows it; takes no step."""
+
+    @model_validator(mode="after")
+    def _steps_or_an_answer(self) -> Self:
+        of_steps = [name for name in ("step", "through", "workers") if getattr(self, name) is not None]
+        if self.rollout is not None and of_steps:
+            raise ValueError(f"--rollout and --{of_steps[0]} exclude each other: give one of them")
+        if self.rollout is None and self.server is not None:
+            raise ValueError("--server: it is asked for answers, and steps need none; give --rollout as well")
+        return self
 
     def execute(self) -> int:
         from cairn.tools.replay.recorded import RecordedRun  # imports numpy, which would slow down --help
         from cairn.tools.replay.replay import replay
 
+        if self.rollout is not None:
+            return self._ask_again(self.rollout)
         run = RecordedRun(self.run)
         stretch = run.stretch(self.step, self.through)
         with progress_bars() as stage:
@@ -74,18 +92,42 @@ class ReplaySteps(OfSteps):
         self.show(found)
         return 0 if found.ok else 1
 
+    def _ask_again(self, rollout: RolloutKey) -> int:
+        from cairn.tools.replay.asking import RolloutReplay
+        from cairn.tools.replay.recorded import RecordedRun
+
+        replay = RolloutReplay(RecordedRun(self.run), [rollout])
+        with progress_bars() as stage:
+            (found,) = replay.see_through(
+                server=self.server,
+                take=self.take_server,
+                bound=self.bound,
+                work_dir=self.work_dir,
+                stage=stage,
+            )
+        self.show(found)
+        return 0 if found.ok else 1
+
 
 class Prove(OfSteps):
-    """Replay steps drawn at random, and write proof.json and proof.md; exit code 1 if some differ."""
+    """Replay steps and answers drawn at random, and write proof.json and .md; exit code 1 if some differ."""
 
     command = "ckpt prove"
     positional = ("run",)
     run: LocalRun
     """An output folder; the run may be going on."""
-    sample: int = Field(default=5, ge=1)
+    sample: int = Field(default=5, ge=0)
     """How many stretches between neighbouring checkpoints to draw."""
+    rollouts: int = Field(default=0, ge=0)
+    """How many answers of an RL run to draw, and to ask for again at one server."""
     seed: int = 0
     """Seed of the draw."""
+
+    @model_validator(mode="after")
+    def _something_is_drawn(self) -> Self:
+        if not self.sample and not self.rollouts:
+            raise ValueError("--sample 0: leaves nothing to prove; give --rollouts as well")
+        return self
 
     def execute(self) -> int:
         from cairn.tools.replay.recorded import RecordedRun  # imports numpy, which would slow down --help
@@ -97,6 +139,9 @@ class Prove(OfSteps):
                 run,
                 self.sample,
                 self.seed,
+                rollouts=self.rollouts,
+                server=self.server,
+                take_server=self.take_server,
                 workers=self.workers,
                 bound=self.bound,
                 work_dir=self.work_dir,

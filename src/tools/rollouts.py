@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from cairn.config.cli import load
-from cairn.config.shared import LocalRun, ToolCommand
+from cairn.config.shared import GivenRollout, LocalRun, ToolCommand
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts, kind_of, question
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
@@ -26,29 +26,6 @@ WIDTH = 70
 """Characters of a question or an answer in a table."""
 FEW = ("step", "place", "sample", "problem", "environment", "reward", "failed", "finish_reason", "tokens")
 """What is read of every rollout; the texts are read of those to show."""
-
-
-class RolloutKey(NamedTuple):
-    """Names an answer, as the first column of the table does."""
-
-    step: int
-    place: int
-    sample: int
-
-    @classmethod
-    def of(cls, text: str) -> "RolloutKey":
-        """The key in STEP/PLACE/SAMPLE.
-
-        Raises:
-            ValueError: it is none.
-        """
-        try:
-            step, place, sample = map(int, text.split("/"))
-        except ValueError:
-            raise ValueError(
-                f"{text!r} is not a key such as 12/190/3: step, place and sample, as in the table"
-            ) from None
-        return cls(step, place, sample)
 
 
 class Steps(NamedTuple):
@@ -82,7 +59,7 @@ class Rollouts(ToolCommand):
     exclusive = ("best", "worst", "limit")
     run_dir: LocalRun
     """The run's --output-dir."""
-    key: Annotated[RolloutKey, BeforeValidator(RolloutKey.of)] | None = None
+    key: GivenRollout | None = None
     """Show the conversation STEP/PLACE/SAMPLE in full."""
     step: Annotated[Steps, BeforeValidator(Steps.of)] | None = None
     """Only these optimiser steps: N, or A-B."""
@@ -106,7 +83,7 @@ class Rollouts(ToolCommand):
     """Show every conversation in full."""
 
     def execute(self) -> int:
-        kept = _kept(self.run_dir)
+        kept = kept_rollouts(self.run_dir)
         if self.failed and not (self.key or self.full or self.as_json):
             _print_reasons(_found(kept, self), self)
             return 0
@@ -133,7 +110,7 @@ def run() -> int:
     return load(Rollouts, sys.argv[1:]).execute()
 
 
-def _kept(path: Path) -> KeptRollouts:
+def kept_rollouts(path: Path) -> KeptRollouts:
     """The run's rollouts.
 
     Raises:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import statistics
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import draws
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from runs import (
@@ -20,6 +23,7 @@ from runs import (
     Finished,
     Server,
     Shell,
+    flip,
     free_port,
     printed,
     read,
@@ -34,11 +38,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cairn
 from cairn.api.reading import load_checkpoint
-from cairn.inference.client import ServerStatus
-from cairn.policy.generation import SamplingParams
+from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.orchestrator.rollout_log import KeptRollouts
+from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.batches import batch_path, read_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import BatchHeader
+from cairn.run.seeds import answer_seed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -153,6 +159,47 @@ def test_its_steps_are_taken_again_on_the_batches_that_it_kept(shell: Shell, hal
     assert ended.code == 2
     assert "the batches of step 12 are not kept" in ended.output
     assert "--trainer.keep-batches-gb" in ended.output
+
+
+def test_its_answers_are_drawn_again_and_a_flipped_bit_of_a_server_is_found(
+    shell: Shell, server: Server, halves: Halves, tmp_path: Path
+):
+    """To the bit, with the run's seeds; a bit of a weight shows in an answer, and in the server's memory."""
+    kept, policy = KeptRollouts(halves.run / "rollouts"), RunDirectory(halves.run).attempt().version(10)
+    row = next(row for row in kept.read(11) if row["failed"] is None)
+    arguments = ("ckpt", "replay", halves.run, "--rollout", f"11/{row['place']}/{row['sample']}")
+    arguments += ("--server", server.url, "--bound", 0)
+    found = printed(shell.succeed(*arguments, "--json"))
+    assert (found["verdict"], found["altered"]) == ("same", [])
+    assert [(one["tokens"], one["drawn_again"], one["policy"]) for one in found["spans"]] == [
+        (len(row["turns"][0]["token_ids"]), True, policy)
+    ]
+    model = tmp_path / "model"
+    shutil.copytree(step_folder(halves.run, 10) / "model", model)
+    flip(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 2, mask=0x40)
+
+    async def answer(client: InferenceClient) -> Generation:
+        await client.update_weights(model, policy)
+        prompt, seed = row["turns"][0]["prompt_ids"], answer_seed(0, row["place"], 10, 0) + row["sample"]
+        ends = SamplingParams(max_tokens=len(row["turns"][0]["token_ids"]), seed=seed)
+        return (await client.generate(prompt, ends))[0]
+
+    wrong = server.ask(answer)
+    aside = shutil.copy(kept.path(11), tmp_path)
+    table = pq.read_table(kept.path(11))
+    rows_of_11 = table.to_pylist(maps_as_pydicts="strict")
+    (altered,) = [one for one in rows_of_11 if (one["place"], one["sample"]) == (row["place"], row["sample"])]
+    altered["turns"][0] |= {"token_ids": wrong.token_ids, "logprobs": wrong.logprobs}
+    altered["turns"][0]["versions"] = [{"version": policy, "start": 0, "end": len(wrong.token_ids)}]
+    for one in rows_of_11:
+        one["parts"] = [*one["parts"].items()]
+    pq.write_table(pa.Table.from_pylist(rows_of_11, schema=table.schema), kept.path(11))
+    ended = shell.run(*arguments)
+    shutil.copy(aside, kept.path(11))
+    assert ended.code == 1, ended.output
+    assert "it had other weights (one flipped bit is enough)" in ended.output
+    (parameter,) = re.findall(r"the server held other values: \S*model\.(\S+)", ended.output)
+    assert parameter in ("norm.weight", "layers.1.self_attn.qkv_proj.weight"), parameter
 
 
 def test_a_resumed_run_samples_from_the_step_it_goes_on_from(halves: Halves):
@@ -652,7 +699,8 @@ def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(
 def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, tmp_path: Path):
     """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last.
 
-    The server samples fewer answers at a time than a prompt has, so these are asked for in parts.
+    The server samples fewer answers at a time than a prompt has, so these are asked for in parts. One of the
+    last part is drawn again, at a server of its own, to the bit.
     """
     port, run = free_port(), tmp_path / "run"
     arguments = ("--max-steps", 100_000, "--ckpt", "--output-dir", run, "--inference.port", port)
@@ -676,6 +724,10 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
     assert states(read(run / "roles.json")) == expected
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+    place = KeptRollouts(run / "rollouts").read(1)[0]["place"]
+    found = printed(shell.succeed("ckpt", "replay", run, "--rollout", f"1/{place}/{SAMPLES - 1}", "--json"))
+    assert (found["server"], found["verdict"]) == ("a server of its own", "same")
+    assert [(one["exact"], one["drawn_again"]) for one in found["spans"]] == [(True, True)]
 
 
 @pytest.mark.parametrize("transport", draws.cases(["files", "network"], "adapters", 1))
@@ -698,6 +750,10 @@ def test_servers_get_an_adapter(shell: Shell, server: Server, trained: Path, tmp
     assert status(server).weight_version.endswith(":4")
     of_4 = server.ask(lambda client: client.weight_checksums())
     assert all(math.isfinite(row["loss"]) for row in rows(run))
+    place = KeptRollouts(run / "rollouts").read(3)[0]["place"]
+    again = ("ckpt", "replay", run, "--rollout", f"3/{place}/0", "--server", server.url, "--json")
+    (drawn,) = printed(shell.succeed(*again))["spans"]
+    assert (drawn["first_other_token"], drawn["verdict"] in ("same", "close")) == (None, True), drawn
 
     merged = load_checkpoint(step_folder(run, 4)).tensors
     base = load_file(step_folder(trained, 200) / "model" / "model.safetensors")

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import REPOSITORY, Server, Shell, assert_published, read, rows, step_folder, whole_rows
+from runs import REPOSITORY, Server, Shell, assert_published, printed, read, rows, step_folder, whole_rows
 from sums import PROBLEMS
 
 pytestmark = pytest.mark.timeout(900)
@@ -107,6 +107,15 @@ def test_a_run_with_tools_survives_kills(shell: Shell, server: Server, tmp_path:
     shown = json.loads(shell.succeed("rollouts", run, "--environment", "agents", "--json", "--limit", 1000))
     assert shown
     assert {len(one["turns"]) for one in shown} == {2}
+    # The run began with a checkpoint, whose policy has sampled both turns of the first conversation.
+    first = next(one for one in shown if one["step"] == 1)
+    again = ("ckpt", "replay", run, "--rollout", f"1/{first['place']}/{first['sample']}", "--json")
+    replayed = printed(shell.succeed(*again, "--server", server.url))
+    assert [(one["turn"], one["drawn_again"], one["first_other_token"]) for one in replayed["spans"]] == [
+        (0, True, None),
+        (1, True, None),
+    ]
+    assert all(one["verdict"] in ("same", "close") for one in replayed["spans"]), replayed
     started = Counter(one.split()[0] for one in noted(folder, "started"))
     # A process of each is there to look at it, and for both orchestrators; the killed one is started again.
     assert started["Worlds"] == started["Tools"] + 1 >= 4, started

@@ -30,7 +30,7 @@ from cairn.orchestrator.rollouts import AnswerGroup, Call, Turn
 from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import SamplingParams
 from cairn.run.faults import fault_point
-from cairn.run.seeds import derive
+from cairn.run.seeds import turn_seed
 
 logger = logging.getLogger(__name__)
 
@@ -386,12 +386,14 @@ class ProgramRun:
         else:
             chunk, within = divmod(done, config.sampling.chunk)
             asked = min(config.sampling.chunk - within, longest - done)
-            which = [chunk, within] if within else [chunk]
-            purpose = "sample", self.group.place, self.group.policy_step, self.sample, turn.number, *which
+            group = self.group
+            seed = turn_seed(
+                config.seed, group.place, group.policy_step, self.sample, turn.number, chunk, within
+            )
             params = SamplingParams(
                 max_tokens=asked,
                 temperature=config.sampling.temperature,
-                seed=derive(config.seed, *purpose),
+                seed=seed,
                 stop_token_ids=tuple(stops),
                 stop=watch.strings,
                 experts_from=self.runner.experts_from(

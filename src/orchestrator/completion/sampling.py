@@ -18,7 +18,7 @@ from cairn.policy.generation import SamplingParams
 from cairn.run.conversations import NoPrompt
 from cairn.run.faults import fault_point
 from cairn.run.noted_calls import UserCall
-from cairn.run.seeds import derive
+from cairn.run.seeds import answer_seed
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ class Sampler(Completer[Single]):
 
     def _seed(self, group: AnswerGroup, chunk: int, within: int = 0) -> int:
         """The seed of the group's first answer from token `within` of piece `chunk` on; answer i adds i."""
-        which = [chunk, within] if within else [chunk] if chunk else []
-        return derive(self.config.seed, "sample", group.place, group.policy_step, *which)
+        return answer_seed(self.config.seed, group.place, group.policy_step, chunk, within)
 
     async def _sample(self, group: AnswerGroup, watches: Mapping[int, StopWatch], seed: int) -> None:
         """Sample and record the next piece of these answers, which must all have the same length so far.

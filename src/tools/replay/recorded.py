@@ -11,6 +11,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunKind
+from cairn.config.rl import SERVER
 from cairn.run.batches import batch_files, batch_path
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
@@ -78,6 +79,11 @@ class RecordedRun:
         """Whether an orchestrator ships what it trains on, so that batches can't be made again."""
         return "orchestrator" in self.kind.parts
 
+    @property
+    def starts_servers(self) -> bool:
+        """Whether the newest attempt has started its servers, rather than that it was given some."""
+        return any(role.partition("_")[0] == SERVER for role in self.run.current_roles() or {})
+
     @cached_property
     def saved(self) -> list[int]:
         """The checkpoints that a run can go on from, oldest first, as they were at the first look."""
@@ -142,7 +148,7 @@ class RecordedRun:
         for step in (stretch.last, stretch.start):
             if self.store.exists(step):
                 return self.store.manifest(step).world_size
-        return int(self._trainer().get("workers") or 1)
+        return int(self.trainer().get("workers") or 1)
 
     def settings(self, stretch: StepRange) -> dict[str, Any]:
         """The trainer's settings for these steps, as they were then.
@@ -150,7 +156,7 @@ class RecordedRun:
         Those that determine what is computed are in the recipe of the next checkpoint, the others are the
         latest attempt's.
         """
-        settings = copy.deepcopy(self._trainer())
+        settings = copy.deepcopy(self.trainer())
         settings |= {name: value for name, value in OTHERWISE.items() if name in settings}
         later = [step for step in self.saved if step >= stretch.last]
         # Of steps after the newest checkpoint, recipe.json and so config.json have the settings.
@@ -167,7 +173,8 @@ class RecordedRun:
             data["epochs"] = None
         return settings | {"max_steps": stretch.last, "ckpt": {}}
 
-    def _trainer(self) -> dict[str, Any]:
+    def trainer(self) -> dict[str, Any]:
+        """The trainer's settings, as of the newest attempt."""
         config = self.config["trainer"] if self.kind.sections else self.config
         return dict(cast("Mapping[str, Any]", config))
 

@@ -16,6 +16,8 @@ from cairn.run.output import Stage, no_progress
 from cairn.run.recipe import now
 from cairn.run.seeds import derive
 from cairn.tools.replay.again import taken_again
+from cairn.tools.replay.answers import RolloutReplayed
+from cairn.tools.replay.asking import RolloutReplay, drawn_rollouts
 from cairn.tools.replay.comparison import Comparison, Verdict, compare_rows, compare_steps
 from cairn.tools.replay.recorded import RecordedRun, StepRange
 
@@ -177,9 +179,9 @@ def replay(
 
 @dataclass
 class Proof:
-    """Steps drawn at random, each of which was taken again.
+    """Steps drawn at random, each of which was taken again, and answers, each of which was asked for again.
 
-    drawn: the stretches that could have been drawn. seed: of the draw.
+    drawn: the stretches that could have been drawn. seed: of the draws.
     """
 
     run: str
@@ -189,28 +191,36 @@ class Proof:
     made: str
     versions: Mapping[str, str]
     replayed: list[Replayed] = field(default_factory=list)
+    answers: list[RolloutReplayed] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether all agree as far as they must."""
-        return all(one.ok for one in self.replayed)
+        return all(one.ok for one in (*self.replayed, *self.answers))
 
     def to_json(self) -> dict[str, Any]:
         """The content of proof.json."""
         about = {key: getattr(self, key) for key in ("run", "run_id", "seed", "drawn", "made", "versions")}
-        return {**about, "ok": self.ok, "replayed": [one.to_json() for one in self.replayed]}
+        found = {"replayed": self.replayed, "rollouts": self.answers}
+        return {**about, "ok": self.ok, **{name: [one.to_json() for one in of] for name, of in found.items()}}
 
     def lines(self, top: int) -> list[str]:
         """For people."""
-        steps = sum(len(one.stretch.steps) for one in self.replayed)
-        said = [line for one in self.replayed for line in one.lines(top)]
-        good = sum(one.ok for one in self.replayed)
-        exact = sum(one.verdict == "same" for one in self.replayed)
-        return [
-            *said,
-            f"{good} of {len(self.replayed)} stretches ({steps} steps), drawn from {self.drawn} with seed "
-            f"{self.seed}, are what the run has computed; {exact} of them to the bit",
-        ]
+        said = [line for one in (*self.replayed, *self.answers) for line in one.lines(top)]
+        if self.replayed:
+            steps = sum(len(one.stretch.steps) for one in self.replayed)
+            good, exact = _counts(self.replayed)
+            said.append(
+                f"{good} of {len(self.replayed)} stretches ({steps} steps), drawn from {self.drawn} with "
+                f"seed {self.seed}, are what the run has computed; {exact} of them to the bit"
+            )
+        if self.answers:
+            good, exact = _counts(self.answers)
+            said.append(
+                f"{good} of {len(self.answers)} answers, drawn with seed {self.seed}, are what the run's "
+                f"policies have sampled; {exact} of them to the bit"
+            )
+        return said
 
     def write(self, folder: Path) -> None:
         """Write it for programs and for people, beside what `ckpt audit` reads."""
@@ -219,6 +229,11 @@ class Proof:
         page = [f"# Proof of run {self.run_id}", "", f"{self.made}, by `ckpt prove`, with {packages}.", ""]
         page += [line if line.startswith("  ") else f"\n{line}\n" for line in self.lines(5)]
         write_atomic((folder / PROOF).with_suffix(".md"), ("\n".join(page) + "\n").encode())
+
+
+def _counts(found: Sequence[Replayed | RolloutReplayed]) -> tuple[int, int]:
+    """How many agree as far as they must, and how many to the bit."""
+    return sum(one.ok for one in found), sum(one.verdict == "same" for one in found)
 
 
 def provable(run: RecordedRun) -> list[StepRange]:
@@ -247,26 +262,39 @@ def prove(
     sample: int,
     seed: int,
     *,
+    rollouts: int = 0,
+    server: str | None = None,
+    take_server: bool = False,
     workers: int | None = None,
     bound: float | None = None,
     work_dir: Path | None = None,
     stage: Stage = no_progress,
 ) -> Proof:
-    """Take again the steps between checkpoints that are drawn at random.
+    """Take again the steps between checkpoints that are drawn at random, and ask for such answers again.
+
+    Args:
+        sample, rollouts: how many to draw.
+        server, take_server: as of `RolloutReplay.see_through`.
 
     Raises:
         UsageError: the run has not kept what is needed.
         ReplayFailed: the steps could not be taken again.
     """
-    stretches = provable(run)
+    stretches = provable(run) if sample else []
+    keys = drawn_rollouts(run, rollouts, seed) if rollouts else []
     draw = random.Random(derive(seed, "proof"))
     chosen: Sequence[StepRange] = sorted(
         draw.sample(stretches, min(sample, len(stretches))), key=lambda stretch: stretch.last
     )
-    made_by = run.store.manifest(chosen[-1].last)
+    made_by = run.store.manifest(chosen[-1].last if chosen else run.saved[-1])
     versions = {name: installed_version(name) or "" for name in made_by.versions}
     proof = Proof(str(run.path), made_by.run_id, seed, len(stretches), now(), versions)
     for stretch in chosen:
         replayed = replay(run, stretch, workers=workers, bound=bound, work_dir=work_dir, stage=stage)
         proof.replayed.append(replayed)
+    if keys:
+        asked = RolloutReplay(run, keys)
+        proof.answers = asked.see_through(
+            server=server, take=take_server, bound=bound, work_dir=work_dir, stage=stage
+        )
     return proof

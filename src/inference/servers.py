@@ -1,16 +1,14 @@
-"""The servers that `eval` asks: one that it starts for itself, or running ones that it is given."""
+"""Servers for one policy after the other: one that a command starts, or running ones that it is given."""
 
 import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from cairn.config.inference import InferenceConfig
-from cairn.config.orchestrator import EvaluateConfig
-from cairn.evaluate.policies import SERVED, Policy
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.server import Server
 from cairn.run.errors import UsageError
@@ -19,6 +17,10 @@ from cairn.run.messages import PolicyName
 from cairn.run.recipe import model_of
 from cairn.run.waiting import run_async
 
+SERVED = "eval-"
+"""What the names begin with under which servers get policies from `eval`."""
+REPLAYED = "replay-"
+"""The same of `ckpt replay`."""
 ANSWER_SECONDS = 30.0
 """Seconds that a given server has to answer a status request."""
 LOOK_SECONDS = 1.0
@@ -123,36 +125,41 @@ class OwnServer:
 
 
 class GivenServers:
-    """Servers that run, and go on running with the last policy that was evaluated."""
+    """Servers that run, and go on running with the last policy that they were given."""
 
-    def __init__(self, config: EvaluateConfig, policies: Sequence[Policy]):
+    def __init__(self, urls: Sequence[str], ended: Collection[str | None], setting: str, *, take: bool):
         """See that no run uses them.
+
+        Args:
+            ended: ids of runs at which nobody is at work.
+            setting: what names a server on the command line.
+            take: whether they are taken, whoever uses them.
 
         Raises:
             UsageError: a run does, or may.
             ServerUnavailable: one does not answer.
         """
-        self._urls = config.inference_url
-        self._statuses = {url: run_async(_status(url)) for url in self._urls}
-        runs = {policy.run_id: policy.run for policy in policies if policy.run is not None}
-        for url, status in self._statuses.items():
-            if not config.take_server:
-                refuse_in_use(url, status, {run_id for run_id, run in runs.items() if not run.is_locked()})
+        self._urls, self._setting = urls, setting
+        self.statuses = {url: run_async(_status(url)) for url in urls}
+        """What each of them has said of itself."""
+        for url, status in self.statuses.items():
+            if not take:
+                refuse_in_use(url, status, ended, setting)
 
     @contextlib.contextmanager
     def serving(self, model: Path) -> Generator[Sequence[str]]:
-        for url, status in self._statuses.items():
+        for url, status in self.statuses.items():
             served = Path(status.model)
             if not (served / "config.json").is_file():
                 raise UsageError(
-                    f"--inference-url {url}: it was started with the model {status.model}, whose config.json "
+                    f"{self._setting} {url}: it was started with the model {status.model}, whose config.json "
                     "can't be read here, so there is no telling whether it computes what other weights need; "
-                    "start it with a folder that this machine sees, too, or leave --inference-url out"
+                    f"start it with a folder that this machine sees, too, or leave {self._setting} out"
                 )
             if model_of(served) != model_of(model):
                 raise UsageError(
-                    f"--inference-url {url}: it was started with {status.model}, and {model} has another "
-                    "architecture (their config.json differ); leave --inference-url out, or start a server "
+                    f"{self._setting} {url}: it was started with {status.model}, and {model} has another "
+                    f"architecture (their config.json differ); leave {self._setting} out, or start a server "
                     "with that model"
                 )
         yield self._urls
@@ -173,28 +180,27 @@ async def _status(url: str) -> ServerStatus:
         return await client.status()
 
 
-def refuse_in_use(url: str, status: ServerStatus, ended: set[str | None]) -> None:
+def refuse_in_use(url: str, status: ServerStatus, ended: Collection[str | None], setting: str) -> None:
     """Refuse a server that a run uses, or may use: it would get other weights in the middle of it.
 
     Args:
         ended: ids of runs at which nobody is at work.
+        setting: what names the server on the command line.
 
     Raises:
         UsageError: its weights are the policy of another run, an update is under way, or it sleeps.
     """
     with contextlib.suppress(ValueError):
         policy = PolicyName.parse(status.weight_version)
-        if not policy.run_id.startswith(SERVED) and policy.run_id not in ended:
+        if not policy.run_id.startswith((SERVED, REPLAYED)) and policy.run_id not in ended:
             raise UsageError(
-                f"--inference-url {url}: it serves step {policy.step} of run {policy.run_id}, which may be "
+                f"{setting} {url}: it serves step {policy.step} of run {policy.run_id}, which may be "
                 "going on, and would get other weights in the middle of it: give another server, or none, or "
                 "--take-server if that run is over"
             )
     if status.updating is not None or status.asleep:
         what = "is asleep" if status.asleep else "is being given weights"
-        raise UsageError(
-            f"--inference-url {url}: it {what}, so somebody uses it; --take-server takes it anyway"
-        )
+        raise UsageError(f"{setting} {url}: it {what}, so somebody uses it; --take-server takes it anyway")
 
 
 def free_port(host: str) -> int:
