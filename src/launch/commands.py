@@ -32,7 +32,7 @@ def start(command: str, config: Any) -> int:
     """Any command that has a plan: make it, and do it, or show it if it is a dry run; returns the exit code.
 
     Raises:
-        UsageError: the command can't start like this; nothing was started or written.
+        UsageError: the command can't start like this; nothing was written, and nothing goes on.
         ServerUnavailable: no server answers at a given address.
         RoleFailed: a role died.
     """
@@ -92,6 +92,8 @@ def _run(plan: RunPlan) -> int:
             raise
         raise type(error)(f"{error}\nnext: {after_failure(run)}") from error
     finally:
+        if plan.early is not None:
+            plan.early.close()
         run.unlock()
 
 

@@ -1,34 +1,38 @@
 """What each role of a run does, and the program of its process.
 
-`python -m cairn.launch.roles ROLE RUN_DIR LAUNCHER PIPE [standby]`: a role finds everything it needs in the
-run directory, written there by the command that started the run. It exits when the process LAUNCHER dies. If
-it fails, it writes the error's message into PIPE.
+`python -m cairn.launch.roles ROLE RUN_DIR LAUNCHER PIPE TURN`: a role finds everything it needs in the run
+directory, written there by the command that started the run; an early one, for which there is none yet, reads
+its settings from standard input. It exits when the process LAUNCHER dies. If it fails, it writes the error's
+message into PIPE.
 """
 
 import asyncio
 import importlib
+import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import cast
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
-from cairn.config.kinds import KINDS
+from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SERVER
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start, newest_trainer_start
 from cairn.launch.jobs.background import JOBS
 from cairn.launch.plan.gpu_assignment import gpus_of_server, use_gpus
-from cairn.launch.supervise.slot import send_end, send_error
+from cairn.launch.supervise.slot import Turn, send_end, send_error
 from cairn.run import heartbeat, noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED, answer
 from cairn.run.files import DamagedFile
 from cairn.run.messages import Attempt
-from cairn.run.output import importing, log_crashes, start_logging
+from cairn.run.output import importing, log_crashes, log_to, start_logging
 from cairn.run.processes import allow_open_files, die_with, in_background, stop_on_signals
 from cairn.run.signals import on_stop_signals
 
@@ -39,35 +43,45 @@ TOKENIZERS = "transformers.models.auto.tokenization_auto"
 
 
 class RoleStart:
-    """When this process begins its role: at once, or, as a standby, when the launcher promotes it."""
+    """When this process begins its role: at once, or when the launcher lets it."""
 
-    def __init__(self, role: str, run: RunDirectory, *, standby: bool = False):
+    def __init__(self, role: str, run: RunDirectory, turn: Turn = "at once"):
         self.role = role
         self.run = run
-        self.standby = standby
+        self.turn = turn
         self._begun = False
-        if not standby:
+        self._early = threading.Thread(target=self._begin_when_told, daemon=True)
+        if turn == "at once":
             self._begin()
+        elif turn == "early":
+            self._early.start()
 
     def load(self, *modules: str) -> None:
         """If this is a standby, import modules ahead, at low priority so that the run is not slowed down."""
-        for module in modules if self.standby else ():
+        for module in modules if self.turn == "standby" else ():
             with importing():
                 in_background(partial(importlib.import_module, module))
 
     def wait(self) -> None:
         """Return when it is this process's turn; call it when everything is prepared."""
-        if self.standby:
+        if self.turn == "standby":
             self.run.set_role(f"{self.role}_standby", "waiting")
-            if not sys.stdin.readline():
-                os._exit(0)  # the launcher has exited, or no longer needs a standby
+            _read_turn()
             self.run.set_role(f"{self.role}_standby", "done")
             self._begin()
+        elif self.turn == "early":
+            self._early.join()
 
     def end(self, state: str) -> None:
         """Record how the role ended, if this process ever had its turn."""
         if self._begun:
             self.run.set_role(self.role, state)
+
+    def _begin_when_told(self) -> None:
+        """In an early process: from then on there is a folder for its log, and it is watched."""
+        _read_turn()
+        log_to(self.run.logs / f"{self.role}.log")
+        self._begin()
 
     def _begin(self) -> None:
         self._begun = True
@@ -75,9 +89,12 @@ class RoleStart:
         self.run.set_role(self.role, "running")
 
 
-def run_trainer(
-    config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: RoleStart, taken: Collection[str]
-) -> int:
+def _read_turn() -> None:
+    if not sys.stdin.readline():
+        os._exit(0)  # the launcher has exited, or no longer needs this process
+
+
+def run_trainer(config: TrainerBase, run: RunDirectory, turn: RoleStart, taken: Collection[str]) -> int:
     """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
     turn.load("cairn.launch.supervise.ranks")
@@ -87,10 +104,13 @@ def run_trainer(
     state = "failed"
     try:
         with Ranks(config, run, taken) as ranks:
-            if turn.standby:
+            if turn.turn == "standby":
                 ranks.standbys.start([None] * ranks.config.ranks)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
+            if turn.turn == "early":
+                ranks.start_early()
             turn.wait()
+            attempt = announced(run)
             with stop_on_signals(run):  # after Ray has started and set its own handler
                 store = CheckpointStore(run.checkpoints)
                 outcome = ranks.train(lambda: newest_trainer_start(attempt, store, run))
@@ -208,36 +228,56 @@ def servers_turn(run: RunDirectory) -> bool:
     return True
 
 
-def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
+def announced(run: RunDirectory) -> Attempt:
+    """The attempt that the launcher has announced.
+
+    Raises:
+        DamagedFile: it can't be read.
+    """
+    attempt = run.attempt()
+    if attempt is None:
+        raise DamagedFile(f"{run.roles}: is damaged or missing; start the run again with --ckpt.resume auto")
+    return attempt
+
+
+def settings_of(run: RunDirectory, turn: Turn) -> tuple[RunKind, RunConfig]:
+    """The kind of the run that a role belongs to, and the run's settings.
+
+    Raises:
+        DamagedFile: they can't be read.
+    """
+    if turn == "early":
+        command, settings = json.loads(sys.stdin.readline())
+        return KINDS[command], KINDS[command].config.model_validate(settings)
+    kind = KINDS[announced(run).command]
+    return kind, run.read_config(kind.config)
+
+
+def main(role: str, folder: str, launcher: str, turn: Turn) -> int:
     """Do the work of `role`; returns the exit code."""
     die_with(int(launcher))
     start_logging()
     log_crashes()
-    run = RunDirectory(folder)
-    attempt = run.attempt()
-    if attempt is None:
-        raise DamagedFile(f"{run.roles}: is damaged or missing; start the run again with --ckpt.resume auto")
-    kind = KINDS[attempt.command]
-    config = run.read_config(kind.config)
+    kind, config = settings_of(RunDirectory(folder), turn)
     if config.log_format != "text":
         start_logging(config.log_format, role)
     run = config.run_directory()
-    turn = RoleStart(role, run, standby=standby)
+    start = RoleStart(role, run, turn)
     of = partial(kind.of, config=config)
     runs: dict[str, Callable[[], int]] = {
-        "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(config)),
-        "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
+        "trainer": lambda: run_trainer(of("trainer"), run, start, gpus_of_server(config)),
+        "orchestrator": lambda: run_orchestrator(of("orchestrator"), announced(run), run, start),
         **{name: partial(run_inference, name, server, run) for name, server in kind.servers(config).items()},
     }
-    return runs[role]() if role in runs else JOBS[role].run(config, attempt, run)
+    return runs[role]() if role in runs else JOBS[role].run(config, announced(run), run)
 
 
 if __name__ == "__main__":
-    role, folder, launcher, pipe, *standby = sys.argv[1:]
+    role, folder, launcher, pipe, turn = sys.argv[1:]
     os.set_inheritable(int(pipe), False)
     try:
         exit_code = answer(
-            lambda: main(role, folder, launcher, standby=bool(standby)),
+            lambda: main(role, folder, launcher, cast("Turn", turn)),
             tell=lambda message: send_error(int(pipe), message),
         )
     finally:

@@ -62,7 +62,11 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
         watching(config.preemption, lambda notice: stop_for(notice, run, display.say)),
     ):
         logs = BoundedLogs(run.logs)
-        watched = {name: RoleSlot(name, run, config, local_ray=local_ray) for name in roles}
+        early = plan.early and plan.early.take(config)
+        watched = {
+            name: RoleSlot(name, run, config, local_ray=local_ray, early=early if name == "trainer" else None)
+            for name in roles
+        }
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
                 check_in_place(run)

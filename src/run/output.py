@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -182,6 +183,16 @@ def log_crashes() -> None:
     """Have the stacks of all threads in the log when this process crashes, and on `STACKS`."""
     faulthandler.enable()
     faulthandler.register(STACKS)
+
+
+def log_to(log: Path) -> None:
+    """Redirect this process's standard output and error to the end of a file, crashes included."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    log_crashes()
 
 
 def writable(text: str) -> str:

@@ -384,6 +384,8 @@ def test_ray_is_private_and_needs_no_home(shell: Shell, tmp_path: Path):
             (worker,) = command.workers()
             variables = psutil.Process(worker).environ()
             assert (variables["RAY_AUTH_MODE"], len(variables["RAY_AUTH_TOKEN"])) == ("token", 64)
+            driver = psutil.Process(read(run / "roles.json")["roles"]["trainer"]["pid"])
+            assert driver.cmdline()[-1] == "early"  # it was started before the data was looked at
             command.process.send_signal(TERM)
             finished = command.finish()
         assert finished.code == 75, finished.output

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import wandb
 from runs import CONFIGS, REPOSITORY, Finished, Shell, flip, free_port, read, step_folder
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
+from cairn.launch.supervise.slot import RoleProcess
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.trainer.tracking import check_login
@@ -85,12 +87,35 @@ def refused(call: Callable[..., Finished], tmp_path: Path) -> Refused:
         finished = call(name, *arguments)
         assert finished.code == code, finished.output
         assert everything_in(*folders) == before
+        assert not [child for child in psutil.Process().children() if "cairn.launch.roles" in child.cmdline()]
         assert "Traceback" not in finished.output
         message = without_progress(finished.output)
         assert message.startswith("error: ")
         return message
 
     return run
+
+
+def test_what_was_started_early_ends_with_a_refusal(
+    call: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The trainer's driver is there while the tokenizer is looked at."""
+    started: list[psutil.Process] = []
+
+    class Noted(RoleProcess):
+        def __init__(self, *arguments: Any, **keywords: Any):
+            super().__init__(*arguments, **keywords)
+            started.append(psutil.Process(self.pid))
+
+    monkeypatch.setattr("cairn.launch.supervise.slot.RoleProcess", Noted)
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (model / "tokenizer.json").write_text("{}")
+    finished = call("sft", *SFT, "--model.name", model, "--output-dir", tmp_path / "run")
+    assert finished.code == 2
+    assert "its tokenizer can't be loaded" in finished.output
+    (driver,) = started
+    assert not driver.is_running()
+    assert not (tmp_path / "run").exists()
 
 
 # Files and flags

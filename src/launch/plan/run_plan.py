@@ -22,6 +22,7 @@ from cairn.launch.plan.environments import Checked
 from cairn.launch.plan.gpu_assignment import Placing
 from cairn.launch.plan.settings import Choice
 from cairn.launch.start import Start, StartDamaged
+from cairn.launch.supervise.slot import EarlyProcess
 from cairn.run.errors import CairnError
 from cairn.run.machine import Machine
 from cairn.run.messages import Attempt
@@ -87,6 +88,8 @@ class Draft:
     """The trainer's, which a separate orchestrator joins."""
     policies: tuple[Policy, ...] = ()
     """Those to evaluate."""
+    early: EarlyProcess | None = None
+    """The trainer's driver, in a run with a Ray cluster of its own."""
 
     @property
     def dry(self) -> bool:
@@ -179,7 +182,8 @@ def make(command: str, config: Any, table: Sequence[PlanStep]) -> RunPlan:
         table: in which each step comes after those that give what it needs.
 
     Raises:
-        CairnError: the command can't start like this; nothing was started, and nothing of the run touched.
+        CairnError: the command can't start like this; nothing of the run was touched, and
+            nothing that was started early goes on.
     """
     return _through(Draft(command, config, config), table)
 
@@ -209,9 +213,14 @@ def again(plan: RunPlan, forgotten: str, table: Sequence[PlanStep], **values: An
 
 def _through(draft: Draft, table: Sequence[PlanStep]) -> RunPlan:
     """Take the draft through the steps of its command; a step that finds the run complete ends that."""
-    for step in table:
-        if draft.command in step.commands and (draft.dry or not draft.complete):
-            draft = (_dry if draft.dry else _taken)(step, draft)
+    try:
+        for step in table:
+            if draft.command in step.commands and (draft.dry or not draft.complete):
+                draft = (_dry if draft.dry else _taken)(step, draft)
+    except BaseException:
+        if draft.early is not None:
+            draft.early.close()
+        raise
     return RunPlan(**vars(draft))
 
 

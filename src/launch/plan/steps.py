@@ -36,6 +36,7 @@ from cairn.launch.plan.settings import settle, with_ratings, with_steps
 from cairn.launch.preemption import asking
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.start import choose_start, ended_early, is_complete
+from cairn.launch.supervise.slot import EarlyProcess
 from cairn.run.errors import UsageError
 from cairn.run.file_system import BUCKETS, file_system_of, remarks
 from cairn.run.machine import lack_of_cpus, machine_of, this_machine
@@ -479,6 +480,12 @@ STEPS = (
     PlanStep(
         "its settings and recipe", join, ORCHESTRATOR, needs=("attempt", "checked", "settled"),
         gives=("config", "model"), touches=("disk",), dry=untouched, prints="differences",
+    ),
+    PlanStep(
+        "the trainer's processes",
+        lambda draft: draft.having(early=EarlyProcess("trainer", draft.command, draft.config)), RUNS,
+        needs=("start", "model"), gives=("early",),
+        when=lambda draft: draft.trainer.ray.address is None, dry=untouched,
     ),
     PlanStep("preflight", _preflight, RUNS, needs=("model",), gives=("notes",), dry=dry_run.preflight),
     PlanStep(

@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from cairn.launch.ray.environment import adopt, extend_segments
 from cairn.run import heartbeat
 from cairn.run.machine import keep_near, lack_of_cpus, this_machine
 from cairn.run.messages import Attempt, Outcome
-from cairn.run.output import importing, log_crashes
+from cairn.run.output import importing, log_to
 from cairn.run.processes import die_after, in_background, kill_process, stop_on_signals
 
 
@@ -64,12 +66,15 @@ logger = logging.getLogger(__name__)
 class Worker:
     """A process that trains as one rank, or waits as a spare."""
 
+    _imports: threading.Thread | None = None
+    """Imports what training needs, if that was begun early."""
+
     def __init__(self, log: str, driver: int, host: str):
         """Redirect output to `log`, and die with process `driver` if that runs on `host`, this machine.
 
         Ray ends orphaned workers too, but later, when new workers may already be running in the same run.
         """
-        _log_to(log)
+        log_to(Path(log))
         if host == socket.gethostname():
             die_after(driver)
 
@@ -85,15 +90,12 @@ class Worker:
 
     def prepare(self, config: TrainerBase) -> None:
         """Import what training needs, at low priority because other ranks are training."""
+        in_background(partial(_import_all, config))
 
-        def prepare() -> None:
-            extend_segments()
-            with importing():
-                from cairn.trainer.loop import preload
-
-                preload(config)
-
-        in_background(prepare)
+    def import_early(self, config: TrainerBase) -> None:
+        """Begin to import what training needs, in a thread: the worker goes on to answer."""
+        self._imports = threading.Thread(target=_import_all, args=[config], name="imports", daemon=True)
+        self._imports.start()
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, where the ranks can meet."""
@@ -104,7 +106,7 @@ class Worker:
 
     def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> Outcome:
         """Join the other ranks and train; can be called again afterwards."""
-        _log_to(rank.log)
+        log_to(Path(rank.log))
         extend_segments()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank.rank), str(rank.world_size)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rank.address, str(rank.port)
@@ -116,6 +118,8 @@ class Worker:
         heartbeat.doing("importing torch")
         machine = this_machine()
         near = keep_near(machine, rank.gpu, rank.neighbours)  # before torch starts threads
+        if self._imports is not None:
+            self._imports.join()  # two threads that import the same modules in different orders fail
         with importing():
             from cairn.run.output import start_logging
             from cairn.trainer.device import device_for, out_of_memory
@@ -182,22 +186,20 @@ class Worker:
             heartbeat.doing("waiting for the trainer's driver", waiting=True)
 
 
+def _import_all(config: TrainerBase) -> None:
+    extend_segments()
+    with importing():
+        from cairn.trainer.loop import preload
+
+        preload(config)
+
+
 def _index_of(gpu: str | None) -> int:
     """The index under which this process sees a GPU of this node."""
     if gpu is None or ray.get_gpu_ids():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(gpu) if visible else int(gpu)
-
-
-def _log_to(log: str) -> None:
-    """Redirect this process's standard output and error to `log`."""
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    log_crashes()
 
 
 PING_SECONDS = 2.0
@@ -236,6 +238,10 @@ class RankProcess:
         about: RayProcess = self.about or ray.get(self._worker.process.remote(), timeout=seconds)
         self.about = about
         return about
+
+    def import_early(self, config: TrainerBase) -> None:
+        """Have it begin to import what training needs."""
+        self._worker.import_early.remote(config)
 
     def prepare(self, config: TrainerBase) -> "ray.ObjectRef[None]":
         """Have it import what training needs; the future is ready when that is done."""

@@ -200,6 +200,14 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         end_ray(self.config)
 
+    def start_early(self) -> None:
+        """Start the workers while the run may still be refused: they import, and write nothing."""
+        self._reserved = ClusterPlacement(self.config)
+        for rank in self._ranks:
+            worker = self._reserved.start(rank.number, Path(os.devnull))
+            worker.import_early(self.config)
+            rank.fill(worker, "is started again")
+
     def train(self, newest: Callable[[], Attempt]) -> Outcome:
         """Train to the end, replacing workers that die; returns rank 0's outcome.
 
@@ -216,7 +224,7 @@ class Ranks:
             RayFailed: Ray itself failed.
         """
         try:
-            self._reserved = ClusterPlacement(self.config)
+            self._reserved = self._reserved or ClusterPlacement(self.config)
             while True:
                 heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.start import StartDamaged
-from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
+from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot, Turn
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -41,9 +41,20 @@ OWN_WORKERS = ("trainer_rank", "trainer_spare")
 
 
 class RoleSlot(Slot):
-    """Keeps a role filled until the run ends; constructing it starts the first process."""
+    """Keeps a role filled until the run ends; constructing it starts the first process.
 
-    def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
+    early: a process that was started earlier, to be the first one if it lives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: RunDirectory,
+        config: RunConfig,
+        *,
+        local_ray: bool,
+        early: RoleProcess | None = None,
+    ):
         super().__init__(name, run.logs / f"{name}.log", run)
         self.config = config
         self.local_ray = local_ray
@@ -56,8 +67,8 @@ class RoleSlot(Slot):
         self._restart_at: float | None = None
         """When to start the next process (`time.monotonic`); None if there is one."""
         self._restarted = False
-        self._spare: RoleProcess | None = None
-        """The standby."""
+        self._spare = early
+        """The process that takes over next."""
         self._asked = False
         """Whether it lived when it was asked to stop."""
         self._fill(0)
@@ -234,7 +245,7 @@ class RoleSlot(Slot):
         """Start a spare, one for each process, once the process is so far that this doesn't disturb it."""
         if not self._had_spare and step > self._filled_at_step:
             self._had_spare = True
-            self._spare = self._start(standby=True)
+            self._spare = self._start("standby")
 
-    def _start(self, *, standby: bool = False) -> RoleProcess:
-        return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, standby=standby)
+    def _start(self, turn: Turn = "at once") -> RoleProcess:
+        return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, turn=turn)

@@ -1,14 +1,22 @@
 """A slot that some process must always fill, the process of a role, and when a dead one is replaced."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
-from cairn.launch.ray.environment import LOCAL_RAY_SETTINGS, RAY_SETTINGS, cluster_token
+from cairn.config.kinds import RunConfig
+from cairn.launch.ray.environment import (
+    LOCAL_RAY_SETTINGS,
+    RAY_SETTINGS,
+    cluster_token,
+    remove_private_folders,
+)
 from cairn.run.directory import RunDirectory
 from cairn.run.heartbeat import Watch
 from cairn.run.processes import kill_session
@@ -109,8 +117,13 @@ LONGEST_MESSAGE = 32 << 10
 """Maximum bytes of an error message; less than a pipe's capacity."""
 
 
+Turn = Literal["at once", "standby", "early"]
+"""When a process takes up its role: a standby when the launcher promotes it; an early one, which is started
+before there is a run directory and gets the run's settings from the launcher, when the directory is there."""
+
+
 class RoleProcess:
-    """A process that has a role, or will as a standby; it is the leader of its own session.
+    """A process that has a role, or will have it; it is the leader of its own session.
 
     Stop signals are blocked in it until it has installed handlers (`stop_on_signals`). Its output goes to
     `log`. If it fails, the error message also comes back through a pipe, as `error_message`.
@@ -120,22 +133,32 @@ class RoleProcess:
         run: the run directory.
         log: file that its output is appended to.
         local_ray: a Ray cluster that it starts serves this machine only.
-        standby: it waits for `begin` before it takes up the role.
+        turn: when it takes up the role.
+        message: a line for an early process.
     """
 
-    def __init__(self, role: str, run: Path, log: Path, *, local_ray: bool, standby: bool = False):
+    def __init__(
+        self,
+        role: str,
+        run: Path,
+        log: Path,
+        *,
+        local_ray: bool,
+        turn: Turn = "at once",
+        message: str = "",
+    ):
         environment = {**RAY_SETTINGS, **(LOCAL_RAY_SETTINGS if local_ray else {}), **os.environ}
         if local_ray:
             environment |= cluster_token()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._messages, messages = os.pipe()
         os.set_blocking(self._messages, False)
-        argv = [sys.executable, "-m", "cairn.launch.roles", role, str(run), str(os.getpid()), str(messages)]
+        argv = ["-m", "cairn.launch.roles", role, str(run), str(os.getpid()), str(messages), turn]
         try:
             with open(log, "ab") as out, stop_signals_blocked():
                 self._process = subprocess.Popen(
-                    [*argv, "standby"] if standby else argv,
-                    stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
+                    [sys.executable, *argv],
+                    stdin=subprocess.DEVNULL if turn == "at once" else subprocess.PIPE,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env=environment,
@@ -146,6 +169,8 @@ class RoleProcess:
             os.close(messages)
         self.pid = self._process.pid
         self._received = b""
+        if message:
+            self._write(f"{message}\n")
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -157,10 +182,16 @@ class RoleProcess:
         return self._process.poll()
 
     def begin(self) -> None:
-        """Promote a standby: let it begin."""
+        """Let a process that waits for its turn begin."""
+        self._write("begin\n")
         assert self._process.stdin is not None
-        self._process.stdin.write(b"begin\n")
         self._process.stdin.close()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died, as `exit_code` says
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
 
     def error_message(self) -> str:
         """The message of the error that it ended with; empty if there is none."""
@@ -192,6 +223,46 @@ class RoleProcess:
         """Kill it and everything in its session with SIGKILL."""
         kill_session(self.pid)
         self._process.wait()
+
+
+class EarlyProcess:
+    """The process of a role that is started while the plan of the run is still being made.
+
+    To import PyTorch and to start Ray takes seconds, and to look at the data takes others. So the trainer's
+    driver starts as soon as its settings are known, and with it Ray and the ranks' workers. Until the plan is
+    finished they do nothing but import: whatever refuses the run ends them, and they have written nothing.
+
+    Args:
+        command: of the run.
+        config: its settings.
+    """
+
+    def __init__(self, role: str, command: str, config: RunConfig):
+        nowhere = Path(os.devnull)  # the run has no folder yet
+        self._process: RoleProcess | None = RoleProcess(
+            role,
+            config.run_directory().path,
+            nowhere,
+            local_ray=True,
+            turn="early",
+            message=json.dumps([command, config.model_dump(mode="json")]),
+        )
+        self._config = config
+
+    def take(self, config: RunConfig) -> RoleProcess | None:
+        """The process, once, if these are its settings."""
+        process = self._process
+        if process is None or config != self._config:
+            return None
+        self._process = None
+        return process
+
+    def close(self) -> None:
+        """End the process, unless it was taken."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+            remove_private_folders()
 
 
 def send_error(pipe: int, message: str) -> None:
