@@ -89,7 +89,7 @@ class Run:
         if self._url is None:
             self._view = RunView(path)
         else:
-            from cairn.watch.remote_runs import RemoteRun
+            from cairn.remote.remote_runs import RemoteRun
 
             self._copy = tempfile.TemporaryDirectory(prefix="cairn-run-")  # removed with this object
             remote = RemoteRun(self._url, Path(self._copy.name))

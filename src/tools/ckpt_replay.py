@@ -5,7 +5,8 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from cairn.config.shared import GivenRollout, LocalRun, RolloutKey, ToolCommand
+from cairn.config.shared import GivenRollout, LocalRun, Place, RolloutKey, ToolCommand
+from cairn.run.errors import UsageError
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 
@@ -54,8 +55,8 @@ class ReplaySteps(OfSteps):
 
     command = "ckpt replay"
     positional = ("run",)
-    run: LocalRun
-    """An output folder; the run may be going on."""
+    run: Place
+    """An output folder, or its URL in an object store; the run may be going on."""
     step: int | None = Field(default=None, ge=0)
     """Take the step after this one again, from the nearest checkpoint (default: those before the newest)."""
     through: int | None = Field(default=None, ge=1)
@@ -73,17 +74,15 @@ class ReplaySteps(OfSteps):
         return self
 
     def execute(self) -> int:
-        from cairn.tools.replay.recorded import RecordedRun  # imports numpy, which would slow down --help
+        from cairn.tools.replay.recorded import recorded_run  # imports numpy, which would slow down --help
         from cairn.tools.replay.replay import replay
 
         if self.rollout is not None:
             return self._ask_again(self.rollout)
-        run = RecordedRun(self.run)
-        stretch = run.stretch(self.step, self.through)
-        with progress_bars() as stage:
+        with progress_bars() as stage, recorded_run(self.run, stage) as run:
             found = replay(
                 run,
-                stretch,
+                run.stretch(self.step, self.through),
                 workers=self.workers,
                 bound=self.bound,
                 work_dir=self.work_dir,
@@ -94,11 +93,14 @@ class ReplaySteps(OfSteps):
 
     def _ask_again(self, rollout: RolloutKey) -> int:
         from cairn.tools.replay.asking import RolloutReplay
-        from cairn.tools.replay.recorded import RecordedRun
+        from cairn.tools.replay.recorded import recorded_run
 
-        replay = RolloutReplay(RecordedRun(self.run), [rollout])
-        with progress_bars() as stage:
-            (found,) = replay.see_through(
+        if isinstance(self.run, str):
+            raise UsageError(
+                f"--rollout {rollout}: {self.run} is a URL, where no rollouts are kept; give the run's folder"
+            )
+        with progress_bars() as stage, recorded_run(self.run, stage) as run:
+            (found,) = RolloutReplay(run, [rollout]).see_through(
                 server=self.server,
                 take=self.take_server,
                 bound=self.bound,
@@ -130,11 +132,10 @@ class Prove(OfSteps):
         return self
 
     def execute(self) -> int:
-        from cairn.tools.replay.recorded import RecordedRun  # imports numpy, which would slow down --help
+        from cairn.tools.replay.recorded import recorded_run  # imports numpy, which would slow down --help
         from cairn.tools.replay.replay import PROOF, prove
 
-        run = RecordedRun(self.run)
-        with progress_bars() as stage:
+        with progress_bars() as stage, recorded_run(self.run, stage) as run:
             proof = prove(
                 run,
                 self.sample,
@@ -147,10 +148,10 @@ class Prove(OfSteps):
                 work_dir=self.work_dir,
                 stage=stage,
             )
-        proof.write(run.path)
+        proof.write(self.run)
         self.show(proof)
         if not self.as_json:
-            say(f"written to {run.path / PROOF}")
+            say(f"written to {self.run / PROOF}")
         return 0 if proof.ok else 1
 
 
@@ -159,16 +160,16 @@ class Bisect(Comparing):
 
     command = "ckpt bisect"
     positional = ("a", "b")
-    a: LocalRun
-    """An output folder."""
-    b: LocalRun
+    a: Place
+    """An output folder, or its URL in an object store."""
+    b: Place
     """Another."""
 
     def execute(self) -> int:
         from cairn.tools.replay.parting import bisect  # imports pyarrow, which would slow down --help
-        from cairn.tools.replay.recorded import RecordedRun
+        from cairn.tools.replay.recorded import recorded_run
 
-        with progress_bars() as stage:
-            found = bisect(RecordedRun(self.a), RecordedRun(self.b), stage)
+        with progress_bars() as stage, recorded_run(self.a, stage) as a, recorded_run(self.b, stage) as b:
+            found = bisect(a, b, stage)
         self.show(found)
         return 0 if found.step is None else 1

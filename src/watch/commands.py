@@ -113,7 +113,7 @@ def runs_in(place: Path | str) -> Generator[dict[str, RunView]]:
         RemoteError: the object store refuses or fails.
     """
     if isinstance(place, str):
-        from cairn.watch.remote_runs import mirrored  # takes a while to import
+        from cairn.remote.remote_runs import mirrored  # takes a while to import
 
         with mirrored(place) as there:
             yield {str(one): one.view() for one in there.runs.values()}
@@ -160,7 +160,7 @@ class LooksAtRun(ToolCommand):
     def execute(self) -> int:
         if isinstance(self.run, Path):
             return self.look(_view(self.run), str(self.run))
-        from cairn.watch.remote_runs import remote_view  # takes a while to import
+        from cairn.remote.remote_runs import remote_view  # takes a while to import
 
         with remote_view(self.run) as view:
             return self.look(view, self.run)

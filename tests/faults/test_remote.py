@@ -24,6 +24,7 @@ from runs import (
     Shell,
     assert_same_bits,
     free_port,
+    printed,
     priority_of,
     read,
     rows,
@@ -176,6 +177,10 @@ def test_the_store_as_folder_makes_the_disk_a_cache(store: Store, straight: Path
     whole_rows(run, END)
     assert_same_bits(tensors(step_folder(straight, END)), tensors(step_folder(run, END)))
     assert store.shell.run("ckpt", "audit", run).code == 0
+    replayed = printed(store.shell.succeed("ckpt", "replay", url, "--json"))
+    assert (replayed["start"], replayed["last"], replayed["verdict"]) == (END - 4, END, "same")
+    parted = printed(store.shell.succeed("ckpt", "bisect", straight, url, "--json"))
+    assert (parted["step"], parted["same_through"]) == (None, END)
 
 
 @draws.in_turn("killed uploaders", 0, 2)

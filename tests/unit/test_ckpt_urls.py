@@ -25,12 +25,12 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
+from cairn.remote.remote_runs import RemoteRun, mirrored, remote_view
 from cairn.remote.run_files import RunFiles, summary
 from cairn.remote.uploads import RunUploads
 from cairn.run.output import no_progress
 from cairn.watch import commands as watch_commands
 from cairn.watch.page.api import RunApi
-from cairn.watch.remote_runs import RemoteRun, mirrored, remote_view
 
 MANY = 10_000
 

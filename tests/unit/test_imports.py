@@ -163,7 +163,6 @@ OWN_READERS = {
     "cairn.tools.audit.steps": "it judges lines that other readers pass over",
     "cairn.tools.chaos.plan": "it names files to damage",
     "cairn.tools.chaos.run": "it starts a run in the directory",
-    "cairn.watch.remote_runs": "it copies the files of a run, and reads none",
 }
 LOGS = {"metrics", "evals", "history"}
 READS = {"rows", "lines", "numbered", "current", "new_rows"}

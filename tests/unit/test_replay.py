@@ -152,7 +152,7 @@ def test_steps_begin_at_the_nearest_checkpoint(
     tmp_path: Path, after: int | None, through: int | None, expected: tuple[int, int]
 ):
     """Those before the newest checkpoint if none is named."""
-    run = RecordedRun(run_with(tmp_path / "run", 22, {10: {}, 20: {}}, SFTConfig()))
+    run = RecordedRun.local(run_with(tmp_path / "run", 22, {10: {}, 20: {}}, SFTConfig()))
     stretch = run.stretch(after, through)
     assert (stretch.start, stretch.last) == expected
 
@@ -161,7 +161,7 @@ def test_steps_that_can_not_be_taken_again_are_refused(tmp_path: Path):
     """With what is missing: a row, a setting as it was, a batch, and a run at all."""
     changes = [{"step": 15, "name": "optimizer.lr", "was": 1, "now": 2, "accepted": True}]
     folder = run_with(tmp_path / "run", 22, {10: {}, 20: {"changes": changes}}, SFTConfig())
-    run = RecordedRun(folder)
+    run = RecordedRun.local(folder)
     with pytest.raises(UsageError, match=r"has no step 23 to 30.*the newest step is 22"):
         run.stretch(20, 30)
     with pytest.raises(UsageError, match="was changed after step 15, whose checkpoint is gone"):
@@ -169,8 +169,8 @@ def test_steps_that_can_not_be_taken_again_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="--through 5: must be later than step 12"):
         run.stretch(12, 5)
     with pytest.raises(UsageError, match="is not a run directory"):
-        RecordedRun(tmp_path)
-    shipped = RecordedRun(run_with(tmp_path / "shipped", 20, {10: {}, 20: {}}, TrainerConfig()))
+        RecordedRun.local(tmp_path)
+    shipped = RecordedRun.local(run_with(tmp_path / "shipped", 20, {10: {}, 20: {}}, TrainerConfig()))
     (tmp_path / "shipped" / "trained").mkdir()
     for number in (11, 13):
         batch_path(tmp_path / "shipped" / "trained", number).touch()
@@ -190,7 +190,7 @@ def test_settings_are_those_of_the_time(tmp_path: Path):
         }
     )
     then = {"optimizer.lr": 0.25, "scheduler.steps": 80}
-    run = RecordedRun(run_with(tmp_path / "run", 20, {10: {}, 20: {"settings": then}}, config))
+    run = RecordedRun.local(run_with(tmp_path / "run", 20, {10: {}, 20: {"settings": then}}, config))
     found = run.settings(run.stretch(None, None))
     assert (found["optimizer"]["lr"], found["scheduler"]["steps"], found["max_steps"]) == (0.25, 80, 20)
     assert (found["wandb"], found["ckpt"]) == (None, {})
@@ -255,7 +255,7 @@ def test_where_runs_part(
             saved[20]["tensors"] = {"a": torch.full((2, 3), 7.0)}
         runs.append(run_with(tmp_path / name, 20, saved, SFTConfig()))
     alter(runs[1], 12, **columns)
-    found = bisect(RecordedRun(runs[0]), RecordedRun(runs[1]))
+    found = bisect(RecordedRun.local(runs[0]), RecordedRun.local(runs[1]))
     assert (found.step, found.same_through, found.role, found.checkpoint) == (12, 11, role, 20)
     assert what in found.what
     assert found.explaining == explaining
@@ -265,11 +265,11 @@ def test_where_runs_part(
 def test_runs_that_never_part(tmp_path: Path):
     """Through the last step that both have; runs without a common step are refused."""
     one, other = (
-        RecordedRun(run_with(tmp_path / name, rows, {10: {}}, SFTConfig()))
+        RecordedRun.local(run_with(tmp_path / name, rows, {10: {}}, SFTConfig()))
         for name, rows in (("a", 12), ("b", 15))
     )
     found = bisect(one, other)
     assert (found.step, found.same_through) == (None, 12)
-    empty = RecordedRun(run_with(tmp_path / "c", 0, {}, SFTConfig()))
+    empty = RecordedRun.local(run_with(tmp_path / "c", 0, {}, SFTConfig()))
     with pytest.raises(UsageError, match="have no step in common"):
         bisect(one, empty)

@@ -179,7 +179,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_answers_of_lost_policies_are_refused(run: Path):
     """With the policies that are there; `prove` draws from the others."""
-    recorded = RecordedRun(run)
+    recorded = RecordedRun.local(run)
     assert KeptPolicies(recorded).steps() == [2]
     RolloutReplay(recorded, [RolloutKey(3, 24, 0)])
     with pytest.raises(UsageError, match=r"step 3 \(branch_1\).*are gone; those of step 2 are there"):
@@ -191,7 +191,7 @@ def test_answers_of_lost_policies_are_refused(run: Path):
 
 def test_weights_are_a_checkpoints_of_the_same_run_and_branch(run: Path):
     """Of an earlier branch they are not, and neither are another run's."""
-    policies = KeptPolicies(RecordedRun(run))
+    policies = KeptPolicies(RecordedRun.local(run))
     found = policies.find(PolicyName(RUN, BRANCH, 2))
     assert found == run / "checkpoints" / "step_2" / "model"
     assert policies.find(PolicyName(RUN, "branch_2", 2)) == found
@@ -216,6 +216,7 @@ def test_arguments_that_do_not_go_together(
     assert "'3/24' is not a key such as 12/190/3" in refused("replay", run, "--rollout", "3/24")
     assert "steps need none; give --rollout" in refused("replay", run, "--server", "http://127.0.0.1:1")
     assert "--sample 0: leaves nothing to prove" in refused("prove", run, "--sample", 0)
+    assert "a URL, where no rollouts are kept" in refused("replay", "s3://b/run", "--rollout", "3/24/0")
     sft = begin(tmp_path / "sft", "sft")
     assert "only RL runs have them" in refused("replay", sft.path, "--rollout", "3/24/0")
 

@@ -328,7 +328,7 @@ class ChaosRun:
 
     def _check_by_replay(self) -> None:
         """Check that the steps before the last checkpoint give it, when they are taken again."""
-        run = RecordedRun(self.path)
+        run = RecordedRun.local(self.path)
         try:
             stretch = run.stretch(None, None)
             found = replay(run, stretch, work_dir=self.folder)

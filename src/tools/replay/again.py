@@ -43,7 +43,7 @@ def taken_again(
         ReplayFailed: the command failed.
     """
     batches = run.batches(stretch) if run.trains_on_batches else []
-    parent = run.path.absolute().parent if work_dir is None else work_dir
+    parent = run.beside if work_dir is None else work_dir
     with room_in(parent) as room:
         again = room / "run"
         given = {**settings, "output_dir": str(again)}
@@ -68,7 +68,7 @@ def taken_again(
 def _share(run: RecordedRun, step: int, store: CheckpointStore) -> None:
     make_folders(store.root)
     with store.alone():
-        store.adopt(run.store.folder(step), run.store.manifest(step), share_tensors)
+        store.adopt(run.checkpoints.folder(step), run.checkpoints.manifest(step), share_tensors)
 
 
 def _folder(run: RecordedRun) -> Path:

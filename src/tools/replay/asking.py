@@ -50,7 +50,7 @@ class RolloutReplay:
         """
         self.run = run
         self.policies = KeptPolicies(run)
-        kept = kept_rollouts(run.path)
+        kept = kept_rollouts(run.run.path)
         self.then = {key: SamplingThen.of(run, key.step) for key in keys}
         self.spans: dict[RolloutKey, list[SampledSpan]] = {}
         for key in keys:
@@ -89,7 +89,7 @@ class RolloutReplay:
             RoleFailed: the server does not start, or dies.
         """
         needed = set[PolicyName]().union(*map(self._needed, self.spans))
-        parent = self.run.path.absolute().parent if work_dir is None else work_dir
+        parent = self.run.beside if work_dir is None else work_dir
         with (
             room_in(parent) as room,
             self.policies.weights(needed, work_dir, stage) as weights,
@@ -168,7 +168,7 @@ class RolloutReplay:
     def _changes(self, key: RolloutKey) -> list[str]:
         """What is other than at the time of a rollout's step, in words."""
         step = next((one for one in self.run.saved if one >= key.step), None)
-        changed = self.run.store.manifest(step).changed_versions() if step is not None else {}
+        changed = self.run.checkpoints.manifest(step).changed_versions() if step is not None else {}
         changes = [f"{name} {was} -> {here}" for name, (was, here) in changed.items()]
         return changes if self.then[key].own else [*changes, GIVEN_THEN]
 
@@ -249,7 +249,7 @@ def drawn_rollouts(run: RecordedRun, count: int, seed: int) -> list[RolloutKey]:
     Raises:
         UsageError: there are none.
     """
-    kept, policies = kept_rollouts(run.path), KeptPolicies(run)
+    kept, policies = kept_rollouts(run.run.path), KeptPolicies(run)
     there = set(policies.steps())
     candidates = [key for step in kept.steps() for key in _of_policies(kept, step, there)]
     random.Random(derive(seed, "rollouts of proof")).shuffle(candidates)
@@ -262,7 +262,7 @@ def drawn_rollouts(run: RecordedRun, count: int, seed: int) -> list[RolloutKey]:
     found = sorted(itertools.islice(filter(whole, candidates), count))
     if not found:
         raise UsageError(
-            f"--rollouts {count}: {run.path} has no rollout whose policy is a checkpoint "
+            f"--rollouts {count}: {run.given} has no rollout whose policy is a checkpoint "
             f"(there are those of step {', '.join(map(str, sorted(there))) or 'none'})"
         )
     return found

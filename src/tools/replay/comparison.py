@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -123,6 +123,34 @@ def _relative(was: Any, now: Any) -> float:
     if one is None or other is None:
         return math.inf
     return abs(other - one) / abs(one) if one else math.inf
+
+
+@dataclass(frozen=True)
+class RowCause:
+    """What rows of metrics that differ say of what was done otherwise, and of which kind that is."""
+
+    kind: Literal["batch", "rate", "computed", "counted"]
+    words: str
+
+
+UPDATED_OTHERWISE = "no row differs, so the last step's update, or the save, did something else"
+"""The same of rows that don't, where weights do."""
+
+
+def cause_of(rows: Sequence[RowDifference]) -> RowCause | None:
+    """What the first step says whose row differs; None: no row differs."""
+    if not rows:
+        return None
+    step = min(row.step for row in rows)
+    columns = {row.column for row in rows if row.step == step}
+    if "batch/digest" in columns:
+        return RowCause("batch", f"step {step} was trained on another batch")
+    if "lr" in columns:
+        return RowCause("rate", f"the learning rate of step {step} was another one")
+    if columns & {*COMPUTED}:
+        what = f"the batch of step {step} gave another loss or gradient, so the loss, the arithmetic, or the "
+        return RowCause("computed", f"{what}weights after step {step - 1} were others")
+    return RowCause("counted", f"what is counted of step {step} was something else")
 
 
 def compare_rows(was: Mapping[int, Row], now: Mapping[int, Row], steps: Iterable[int]) -> list[RowDifference]:

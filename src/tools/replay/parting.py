@@ -5,15 +5,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cairn.checkpoint.step_folder import StepFolder
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.run.changes import Change, in_words
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
 from cairn.run.output import Stage, no_progress
 from cairn.tools.replay.comparison import (
+    UPDATED_OTHERWISE,
     RowDifference,
     TensorDifference,
+    cause_of,
     compare_rows,
     compare_steps,
 )
@@ -87,7 +88,7 @@ def bisect(a: RecordedRun, b: RecordedRun, stage: Stage = no_progress) -> Partin
     common = sorted(a.rows.keys() & b.rows.keys())
     saved = [step for step in a.saved if step in b.saved]
     if not common and not saved:
-        raise UsageError(f"{a.path} and {b.path} have no step in common")
+        raise UsageError(f"{a.given} and {b.given} have no step in common")
     rows = compare_rows(a.rows, b.rows, common)
     first_row = rows[0].step if rows else None
     differing = (step for step in saved if not _same_checkpoint(a, b, step))
@@ -105,7 +106,8 @@ def bisect(a: RecordedRun, b: RecordedRun, stage: Stage = no_progress) -> Partin
     found = Parting(step, max((one for one in [*same, *same_steps] if one < step), default=0), role, what, at)
     if checkpoint is not None:
         found.checkpoint = checkpoint
-        _, found.tensors = compare_steps(a.store.folder(checkpoint), b.store.folder(checkpoint), stage=stage)
+        folders = [run.checkpoints.folder(checkpoint) for run in (a, b)]
+        _, found.tensors = compare_steps(*folders, stage=stage)
         found.tensors.sort(key=lambda tensor: -tensor.distance)
     unlike = _differences(a, b, checkpoint or max(saved, default=0))
     found.differences = [*unlike.values()]
@@ -114,30 +116,20 @@ def bisect(a: RecordedRun, b: RecordedRun, stage: Stage = no_progress) -> Partin
 
 
 def _same_checkpoint(a: RecordedRun, b: RecordedRun, step: int) -> bool:
-    return a.store.manifest(step).tensor_files == b.store.manifest(step).tensor_files
+    one, other = (run.checkpoints.manifest(step).tensor_files for run in (a, b))
+    return one == other
 
 
 def _who(
     a: RecordedRun, b: RecordedRun, step: int, rows: list[RowDifference]
 ) -> tuple[str, str, tuple[str, ...]]:
     """The role that has done something else, what that is, and how settings begin that can explain it."""
-    columns = {row.column for row in rows}
-    if "batch/digest" in columns:
-        if a.trains_on_batches and b.trains_on_batches:
-            return _of_batch(a, b, step)
-        return "trainer", "it was trained on another batch", BATCH_OF
-    if "lr" in columns:
-        return "trainer", "the learning rate is another one", RATE_OF
-    if columns & {"loss", "grad_norm"}:
-        what = (
-            "the same batch gives another loss or gradient, so the loss, the arithmetic, or the weights "
-            f"after step {step - 1} differ"
-        )
-        return "trainer", what, ("",)
-    if columns:
-        return "trainer", "what it counts differs", ("",)
-    what = "all metrics agree, and the checkpoint does not: the update, or the save, did something else"
-    return "trainer", what, ("",)
+    cause = cause_of(rows)
+    if cause is None:
+        return "trainer", UPDATED_OTHERWISE, ("",)
+    if cause.kind == "batch" and a.trains_on_batches and b.trains_on_batches:
+        return _of_batch(a, b, step)
+    return "trainer", cause.words, {"batch": BATCH_OF, "rate": RATE_OF}.get(cause.kind, ("",))
 
 
 def _of_batch(a: RecordedRun, b: RecordedRun, step: int) -> tuple[str, str, tuple[str, ...]]:
@@ -179,7 +171,7 @@ def _differences(a: RecordedRun, b: RecordedRun, step: int) -> dict[str, str]:
         changes += _changes(*({key: part[key] for key in inputs} for part in (one, other)))
     found = {change.name: _in_words(change) for change in changes}
     if step:
-        manifests = [run.store.manifest(step) for run in (a, b)]
+        manifests = [run.checkpoints.manifest(step) for run in (a, b)]
         made = [{**manifest.versions, "ranks": manifest.world_size} for manifest in manifests]
         found |= {one.name: f"{one.name}: {one.was} -> {one.now}" for one in _changes(*made)}
     return found
@@ -190,8 +182,7 @@ def _recipes(run: RecordedRun, step: int) -> Iterable[Mapping[str, Any]]:
     if not step:
         whole = run.recipe()
         return [whole.get(part) or {} for part in ("trainer", "orchestrator")]
-    folder = StepFolder(run.store.folder(step))
-    states = folder.trainer_state(), folder.orchestrator_state()
+    states = run.checkpoints.trainer_state(step), run.checkpoints.orchestrator_state(step)
     return [(state and state.recipe) or {} for state in states]
 
 

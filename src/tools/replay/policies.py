@@ -35,19 +35,12 @@ class KeptPolicies:
         """The folder of a policy's weights, or of its adapter; None: it is not there."""
         if policy.step == 0:
             return self._beginning() if self._is_ours(policy) else None
-        for folder in (self._run.store.folder(policy.step), self._resumed_from(policy)):
-            if folder is None or not (folder / FILE_NAME).exists():
-                continue
-            try:
-                manifest = load_manifest(folder)
-            except CheckpointError:
-                continue
-            # What a fork began with is another run's step of the same number.
-            started = folder != self._run.store.folder(policy.step)
-            same = manifest.run_id == policy.run_id and is_same_policy(policy.branch, manifest.branch)
-            if manifest.step == policy.step and (started or same):
-                return StepFolder(folder).model
-        return None
+        if policy.step in self._run.saved:
+            manifest = self._run.checkpoints.manifest(policy.step)
+            if manifest.run_id == policy.run_id and is_same_policy(policy.branch, manifest.branch):
+                return StepFolder(self._run.checkpoints.folder(policy.step)).model
+        folder = self._resumed_from(policy)
+        return StepFolder(folder).model if folder and (folder / FILE_NAME).is_file() else None
 
     def can_be_made(self, policy: PolicyName) -> StepRange | None:
         """The steps that give a policy's weights when they are taken again on batches that the run has kept;
@@ -56,7 +49,7 @@ class KeptPolicies:
         later = next((step for step in run.saved if step >= policy.step), None)
         branch = self._attempt.branch if self._attempt else ""
         if later is not None:
-            branch = run.store.manifest(later).branch
+            branch = run.checkpoints.manifest(later).branch
         if (
             policy.step == 0
             or not run.trains_on_batches
@@ -124,7 +117,7 @@ class KeptPolicies:
             if differing := compare_rows(run.rows, rows, stretch.steps):
                 raise UsageError(
                     f"the weights of step {stretch.last} can't be made again: {stretch} come out otherwise "
-                    f"({differing[0]}); `ckpt replay {run.path} --step {stretch.last - 1}` says more"
+                    f"({differing[0]}); `ckpt replay {run.given} --step {stretch.last - 1}` says more"
                 )
             yield StepFolder(CheckpointStore(again.checkpoints()).folder(stretch.last)).model
 

@@ -1,24 +1,30 @@
 """What a run directory has recorded of its steps: settings, rows of metrics, checkpoints and batches."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
+from cairn.checkpoint.step_folder import TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunKind
 from cairn.config.rl import SERVER
+from cairn.config.shared import Place
+from cairn.remote.remote_runs import remote_view
 from cairn.run.batches import batch_files, batch_path
 from cairn.run.directory import NO_RUN
 from cairn.run.errors import UsageError
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import ranges_of
+from cairn.run.output import Stage, no_progress
 from cairn.run.recipe import ENTRY
 from cairn.run.view import RunView
+from cairn.tools.ckpt_places import split, temporary_folder
+from cairn.tools.replay.run_steps import DownloadedSteps, LocalSteps, RunSteps
 
 OTHERWISE = {
     "preemption": None, "sinks": {}, "wandb": None, "slurm": None, "machine": None, "dry_run": False,
@@ -46,29 +52,44 @@ class StepRange:
 
 
 class RecordedRun:
-    """A run directory as far as its steps can be taken again."""
+    """A run as far as its steps can be taken again."""
 
-    def __init__(self, path: Path):
+    def __init__(self, given: Place, view: RunView, steps: RunSteps, beside: Path):
         """Read what is there; the run may be going on.
 
+        Args:
+            given: what the user calls the run.
+            steps: its checkpoints.
+            beside: the folder in which folders for the time are made.
+
         Raises:
-            UsageError: it is not a run directory, or lacks what says how its steps were taken.
+            UsageError: it is no run, or lacks what says how its steps were taken.
         """
-        view = RunView(path)
         if not view.run.exists():
-            raise UsageError(f"{path}: {NO_RUN}")
+            raise UsageError(f"{given}: {NO_RUN}")
         config, command = view.known_config(), view.command()
         if config is None or command not in KINDS:
-            what = "config.json" if config is None else f"roles.json of a run of {', '.join(KINDS)}"
-            raise UsageError(f"{path}: has no {what}, so its settings are not known")
-        self.path = path
+            what = "config.json" if config is None else f"note of which of {', '.join(KINDS)} has started it"
+            raise UsageError(f"{given}: has no {what}, so its settings are not known")
+        self.given = given
+        self.beside = beside
         self._view = view
         self.run = view.run
         self.kind: RunKind = KINDS[command]
         self.config = config
-        self.store = CheckpointStore(view.checkpoints())
+        self.checkpoints = steps
         self.rows: dict[int, Row] = {row["step"]: row for row in view.metrics()}
         self.history = list(view.history())
+
+    @classmethod
+    def local(cls, path: Path) -> Self:
+        """The run in a folder.
+
+        Raises:
+            UsageError: as the constructor.
+        """
+        view = RunView(path)
+        return cls(path, view, LocalSteps(CheckpointStore(view.checkpoints())), path.absolute().parent)
 
     def recipe(self) -> Mapping[str, Any]:
         """The recipe of the newest attempt, by role; empty if it is not known."""
@@ -88,9 +109,9 @@ class RecordedRun:
     def saved(self) -> list[int]:
         """The checkpoints that a run can go on from, oldest first, as they were at the first look."""
         found: list[int] = []
-        for step in self.store.steps():
+        for step in self.checkpoints.steps():
             try:
-                if "trainer" in self.store.manifest(step).parts:
+                if "trainer" in self.checkpoints.manifest(step).parts:
                     found.append(step)
             except CheckpointError:  # damaged: none to go on from
                 continue
@@ -110,7 +131,7 @@ class RecordedRun:
         saved = self.saved
         if after is None:
             if not saved:
-                raise UsageError(f"{self.path}: has no checkpoint with the trainer's state; give --step")
+                raise UsageError(f"{self.given}: has no checkpoint with the trainer's state; give --step")
             last = saved[-1] if through is None else through
             start = max((step for step in saved if step < last), default=0)
         else:
@@ -122,7 +143,7 @@ class RecordedRun:
         if missing := [step for step in stretch.steps if step not in self.rows]:
             newest = max(self.rows, default=0)
             raise UsageError(
-                f"metrics.jsonl of {self.path} has no step {ranges_of(missing)}, so there is nothing to "
+                f"metrics.jsonl of {self.given} has no step {ranges_of(missing)}, so there is nothing to "
                 f"compare with; the newest step is {newest}"
             )
         if rewound := [step for step in stretch.steps if "rewound_to" in self.rows[step]]:
@@ -146,8 +167,8 @@ class RecordedRun:
     def world_size(self, stretch: StepRange) -> int:
         """The number of ranks that took the steps: by the checkpoint at their end, or at their start."""
         for step in (stretch.last, stretch.start):
-            if self.store.exists(step):
-                return self.store.manifest(step).world_size
+            if step in self.saved:
+                return self.checkpoints.manifest(step).world_size
         return int(self.trainer().get("workers") or 1)
 
     def settings(self, stretch: StepRange) -> dict[str, Any]:
@@ -179,7 +200,7 @@ class RecordedRun:
         return dict(cast("Mapping[str, Any]", config))
 
     def _record(self, step: int) -> TrainerRecord:
-        return StepFolder(self.store.folder(step)).trainer_state() or TrainerRecord()
+        return self.checkpoints.trainer_state(step) or TrainerRecord()
 
     def batches(self, stretch: StepRange) -> list[Path]:
         """The files of the steps' batches.
@@ -190,13 +211,32 @@ class RecordedRun:
         there = {step for folder in (self.run.batches, self.run.trained) for step, _ in batch_files(folder)}
         if missing := [step for step in stretch.steps if step not in there]:
             raise UsageError(
-                f"{self.path}: the batches of step {ranges_of(missing)} are not kept; runs keep theirs with "
+                f"{self.given}: the batches of step {ranges_of(missing)} are not kept; runs keep theirs with "
                 "--trainer.keep-batches-gb"
             )
         found = [
             (batch_path(self.run.trained, step), batch_path(self.run.batches, step)) for step in stretch.steps
         ]
         return [kept if kept.exists() else in_transit for kept, in_transit in found]
+
+
+@contextlib.contextmanager
+def recorded_run(given: Place, stage: Stage = no_progress) -> Generator[RecordedRun]:
+    """The run in a folder, or at a URL, of which what is needed is downloaded as long as the context lasts.
+
+    Raises:
+        UsageError: it is no run, or lacks what says how its steps were taken.
+        RemoteError: the object store refuses or fails.
+    """
+    if isinstance(given, Path):
+        yield RecordedRun.local(given)
+        return
+    remote, step = split(given)
+    if step is not None:
+        raise UsageError(f"{given}: is a single step; give the URL of the run, {remote}")
+    with remote_view(given) as view, temporary_folder(None) as room:
+        downloads = CheckpointStore(room / "checkpoints")
+        yield RecordedRun(given, view, DownloadedSteps(remote, downloads, stage), room)
 
 
 def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:

@@ -18,7 +18,14 @@ from cairn.run.seeds import derive
 from cairn.tools.replay.again import taken_again
 from cairn.tools.replay.answers import RolloutReplayed
 from cairn.tools.replay.asking import RolloutReplay, drawn_rollouts
-from cairn.tools.replay.comparison import Comparison, Verdict, compare_rows, compare_steps
+from cairn.tools.replay.comparison import (
+    UPDATED_OTHERWISE,
+    Comparison,
+    Verdict,
+    cause_of,
+    compare_rows,
+    compare_steps,
+)
 from cairn.tools.replay.recorded import RecordedRun, StepRange
 
 BOUND = 0.05
@@ -116,20 +123,13 @@ class Replayed:
         found = self.comparison
         if found.problem:
             return ""
-        if any(row.column == "batch/digest" for row in found.rows):
-            return "a step was trained on another batch than its inputs give"
-        if any(row.column == "lr" for row in found.rows):
-            return "the learning rate was another one"
         flipped = [
             tensor for tensor in found.differing if tensor.changed == 1 and len(tensor.first[0].bits) == 1
         ]
-        if len(found.differing) == len(flipped) == 1:
+        if not found.rows and len(found.differing) == len(flipped) == 1:
             return f"a single bit of {flipped[0].name} was flipped after the last step's gradients"
-        if found.rows:
-            first = found.rows[0].step
-            before = f"in step {first} or in the weights before it"
-            return f"the first difference is in step {first}, so the damage was done {before}"
-        return "no row differs, so the damage was done in the last step's update, or between it and the save"
+        cause = cause_of(found.rows)
+        return UPDATED_OTHERWISE if cause is None else cause.words
 
 
 def replay(
@@ -158,19 +158,19 @@ def replay(
     gpus = this_machine().has_gpus and not settings.get("deterministic")
     exact = bound is None and ranks == then and not gpus
     changes = [] if ranks == then else [f"{then} ranks -> {ranks}"]
-    saved = run.store.exists(stretch.last)
+    saved = stretch.last in run.checkpoints.steps()
     if saved or stretch.start:
-        made_by = run.store.manifest(stretch.last if saved else stretch.start)
+        made_by = run.checkpoints.manifest(stretch.last if saved else stretch.start)
         changes += [f"{name} {was} -> {here}" for name, (was, here) in made_by.changed_versions().items()]
     with taken_again(run, stretch, settings, work_dir) as again:
         rows = {row["step"]: row for row in again.metrics()}
         comparison = Comparison(compare_rows(run.rows, rows, stretch.steps))
         if saved:
-            start = run.store.folder(stretch.start) if stretch.start else None
+            start = run.checkpoints.folder(stretch.start) if stretch.start else None
             taken = CheckpointStore(again.checkpoints()).folder(stretch.last)
             try:
                 comparison.tensors, comparison.differing = compare_steps(
-                    run.store.folder(stretch.last), taken, start, stage
+                    run.checkpoints.folder(stretch.last), taken, start, stage
                 )
             except CheckpointError as error:
                 comparison.problem = f"the run's checkpoint is damaged: {error}"
@@ -253,7 +253,7 @@ def provable(run: RecordedRun) -> list[StepRange]:
         except UsageError as error:
             why = f": {error}"
     if not found:
-        raise UsageError(f"{run.path}: has no checkpoints between which steps could be taken again{why}")
+        raise UsageError(f"{run.given}: has no checkpoints between which steps could be taken again{why}")
     return found
 
 
@@ -286,9 +286,9 @@ def prove(
     chosen: Sequence[StepRange] = sorted(
         draw.sample(stretches, min(sample, len(stretches))), key=lambda stretch: stretch.last
     )
-    made_by = run.store.manifest(chosen[-1].last if chosen else run.saved[-1])
+    made_by = run.checkpoints.manifest(chosen[-1].last if chosen else run.saved[-1])
     versions = {name: installed_version(name) or "" for name in made_by.versions}
-    proof = Proof(str(run.path), made_by.run_id, seed, len(stretches), now(), versions)
+    proof = Proof(str(run.given), made_by.run_id, seed, len(stretches), now(), versions)
     for stretch in chosen:
         replayed = replay(run, stretch, workers=workers, bound=bound, work_dir=work_dir, stage=stage)
         proof.replayed.append(replayed)

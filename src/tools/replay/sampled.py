@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.environment import SamplingConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import ServersConfig
@@ -64,7 +63,7 @@ class SamplingThen:
 
 
 def _record(run: RecordedRun, step: int) -> Any:
-    return StepFolder(run.store.folder(step)).orchestrator_state()
+    return run.checkpoints.orchestrator_state(step)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from cairn.watch.page.rollout_index import FoundRollouts, RolloutIndex, RolloutQ
 from cairn.watch.trained_tokens import StepTokens
 
 if TYPE_CHECKING:
-    from cairn.watch.remote_runs import RemoteRun, RemoteRuns
+    from cairn.remote.remote_runs import RemoteRun, RemoteRuns
 
 LOOK_SECONDS = 2.0
 """For so long a list of the runs below a folder is kept."""

@@ -48,7 +48,7 @@ class ServeDash(ToolCommand):
         from cairn.watch.page.api import RunApi  # imports numpy and pyarrow, which --help has no time for
 
         if isinstance(self.folder, str):
-            from cairn.watch.remote_runs import mirrored  # takes a while to import
+            from cairn.remote.remote_runs import mirrored  # takes a while to import
 
             with mirrored(self.folder) as runs:
                 runs.follow()
