@@ -15,8 +15,10 @@ pytest_plugins = ["runs", "groups", "clocks"]
 # processors it costs far more than it computes: tiny models take up to ten times as much processor time.
 torch.set_num_threads(1)
 
-# How long a test takes says more about the machine than about us.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long a test takes says more about the machine than about us. Each run draws other examples.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
 settings.load_profile("unhurried")
 
 UNIT = Path(__file__).parent / "unit"

@@ -1,9 +1,9 @@
 """Checksums of files that are written and read in pieces, by whomever and in whatever order."""
 
 import itertools
-import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, make_receipt, read_receipt
 from cairn.checkpoint.manifest import FileEntry
 
-DATA = random.Random(0).randbytes(2 * CHUNK_BYTES + 12_345)
+DATA = np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 12_345)
 
 
 def slow_crc64nvme(data: bytes) -> int:

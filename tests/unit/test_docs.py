@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import yaml
 from runs import REPOSITORY, run_python
@@ -41,6 +42,7 @@ def run_script(path: Path, *blocks: str) -> str:
     return done.stdout
 
 
+@draws.in_turn("the programs of the docs", 0, 2)
 @pytest.mark.timeout(600)
 def test_rl_on_one_page_learns(tmp_path: Path):
     """From chance, which is 1 in 20, to several times that."""
@@ -52,6 +54,7 @@ def test_rl_on_one_page_learns(tmp_path: Path):
     assert len(lines) == 5
 
 
+@draws.in_turn("the programs of the docs", 1, 2)
 def test_every_seam_has_a_working_example(tmp_path: Path):
     """Blocks that begin with a file's name are modules; the others are one program that uses them."""
     program = []

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import torch
 from dcp_program import Program
@@ -321,7 +322,7 @@ SOURCES: dict[str, Callable[..., str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=draws.cases(list(SOURCES), "hostile sources", 6))
 def made(request: pytest.FixtureRequest, genuine: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A genuine checkpoint of each kind."""
     out = tmp_path_factory.mktemp("made") / "out"

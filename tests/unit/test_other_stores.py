@@ -1,9 +1,9 @@
 """Steps in Azure's store, against Microsoft's emulator Azurite, and in Google's, against a small stand-in."""
 
 import base64
-import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from clouds import azure_server, google_server
 from stores import make_step
@@ -17,7 +17,7 @@ from cairn.remote.client.upload_body import Sent
 from cairn.run.errors import CairnError
 
 SERVERS = {"az": azure_server, "gs": google_server}
-LARGE = random.Random(1).randbytes(2 * CHUNK_BYTES + 12345)
+LARGE = np.random.default_rng(1).bytes(2 * CHUNK_BYTES + 12345)
 FILES = {"model/model.safetensors": LARGE, "trainer/state.json": b"{}", "model/empty": b""}
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import runs
 from runs import CONFIGS, DEADLINE, REPOSITORY
@@ -257,7 +258,7 @@ def assert_promises_kept(batches: list[RLBatch], behind: int, seed: int) -> None
         assert batch.header.problems == expected
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", draws.cases(range(16), "whoever is slow", 5))
 def test_each_prompt_is_trained_once_whoever_is_slow_and_whoever_dies(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
 ):
@@ -288,7 +289,7 @@ def go_on(config: OrchestratorConfig, step: int, *, branch: str) -> Attempt:
 
 
 @pytest.mark.parametrize("loss", ["nothing", "ledger", "batches", "rewind"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", draws.cases(range(6), "everything dies", 2))
 def test_each_prompt_is_trained_once_when_everything_dies(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int, loss: str
 ):
@@ -819,7 +820,7 @@ class Even(ReverseText):
         return 0.5 if problem % 2 else float(len(answer) % 7)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", draws.cases(range(6), "redrawn", 3))
 def test_prompts_that_teach_nothing_are_replaced(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
 ):

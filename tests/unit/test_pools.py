@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 from pydantic import ValidationError
 from test_pipeline import (
@@ -118,7 +119,7 @@ def untimed(batch: RLBatch) -> dict[str, Any]:
     return {name: value for name, value in batch.metrics.items() if not name.startswith("time/")}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", draws.cases(range(6), "resting", 2))
 def test_easy_and_hard_problems_rest_whoever_dies(
     configuration: OrchestratorConfig,
     tmp_path: Path,
@@ -159,7 +160,7 @@ def test_easy_and_hard_problems_rest_whoever_dies(
 
 
 @pytest.mark.parametrize("loss", ["nothing", "rewind", "ledger"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", draws.cases(range(3), "pools", 1))
 def test_the_pools_are_in_the_checkpoint(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int, loss: str
 ):

@@ -1,7 +1,6 @@
 """Large files go to S3 in parts, and those that have arrived are not sent again."""
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -12,6 +11,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import draws
+import numpy as np
 import pytest
 from runs import DEADLINE
 from stores import BadNetwork, Upload, make_step, s3_bucket
@@ -31,7 +32,7 @@ from cairn.remote.uploads import RunUploads, Uploader, note_origin
 from cairn.run.waiting import wait_for
 
 PARTS = 4
-LARGE = random.Random(2).randbytes((PARTS - 1) * CHUNK_BYTES + 12345)
+LARGE = np.random.default_rng(2).bytes((PARTS - 1) * CHUNK_BYTES + 12345)
 FILE = "model/model.safetensors"
 UPLOAD = """
 import sys
@@ -141,7 +142,7 @@ def test_parts_that_only_the_store_knows_of(
     assert remote.verify(4) == step[1]
 
 
-@pytest.mark.parametrize("mood", ["storm", "drops", "damage", "reorder", "slow"])
+@pytest.mark.parametrize("mood", draws.cases(["storm", "drops", "damage", "reorder", "slow"], "networks", 2))
 def test_uploads_go_on_through_bad_networks(
     remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], mood: str
 ):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import free_port
 from stores import BadNetwork, make_step, s3_bucket
@@ -61,7 +62,7 @@ def remote(url: tuple[str, Path]) -> RemoteStore:
     return RemoteStore(Objects(url[0], retry_seconds=5))
 
 
-LARGE = random.Random(1).randbytes(2 * CHUNK_BYTES + 12345)
+LARGE = np.random.default_rng(1).bytes(2 * CHUNK_BYTES + 12345)
 FILES = {"model/model.safetensors": LARGE, "trainer/state.json": b"{}", "model/empty": b""}
 
 
