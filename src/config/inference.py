@@ -89,6 +89,12 @@ class InferenceConfig(CommandConfig):
     """Further arguments for vLLM's server, passed on unchanged."""
 
     @property
+    def url(self) -> str:
+        """Where it answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
     def size(self) -> int:
         """The number of GPUs that one server uses."""
         size = self.tensor_parallel or 1

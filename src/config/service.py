@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import MAX_RANK
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
-from cairn.config.shared import CommandConfig
+from cairn.config.shared import CommandConfig, names_in
 from cairn.run.machine import bytes_of
 
 TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -100,6 +100,16 @@ class ServiceConfig(CommandConfig):
     def _names_of_their_own(cls, value: list[TenantConfig]) -> list[TenantConfig]:
         refuse_twins("tenants", "name", [one.name for one in value])
         return value
+
+    @model_validator(mode="after")
+    def _which_gpus(self) -> "ServiceConfig":
+        gpus = self.inference.gpus
+        if gpus not in (None, "0") and names_in(gpus) is None:
+            raise ValueError(
+                f"inference.gpus = {gpus!r}: a number of GPUs is given, and this command chooses none: "
+                f"name them, such as 0,1 or, for number {gpus} alone, {gpus},"
+            )
+        return self
 
     @model_validator(mode="after")
     def _who_samples(self) -> "ServiceConfig":

@@ -1,5 +1,6 @@
 """Settings that several commands have: GPUs, supervision, preemption, Slurm."""
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig
 from cairn.config.sinks import SinksConfig
+from cairn.run.machine import VISIBLE
 from cairn.run.object_store import SCHEMES, is_url
 
 if TYPE_CHECKING:
@@ -109,6 +111,10 @@ class SupervisionConfig(BaseConfig):
 # The type of settings that name GPUs: a number of them, or a list as in CUDA_VISIBLE_DEVICES.
 
 
+ORDER = "CUDA_DEVICE_ORDER"
+"""Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
+
+
 def names_in(value: str) -> tuple[str, ...] | None:
     """The names that a checked value lists; None if it is a number of GPUs.
 
@@ -117,6 +123,17 @@ def names_in(value: str) -> tuple[str, ...] | None:
     if value.isdecimal():
         return None
     return tuple(name for name in value.split(",") if name)
+
+
+def use_gpus(gpus: str | None) -> None:
+    """Let this process, and those that it starts, see these GPUs only; None changes nothing.
+
+    To be called before CUDA is initialised. `gpus` is a value that names them.
+    """
+    if gpus is None:
+        return
+    os.environ[VISIBLE] = ",".join(names_in(gpus) or ())
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")
 
 
 def listing(names: list[str]) -> str:

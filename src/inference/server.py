@@ -147,8 +147,7 @@ class Server:
         self.config = config
         self.deaf = deaf
         self.model = model
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{config.port}"
+        self.url = config.url
         self._token_file = token_file(self.url)
         self.log = log or self._token_file.with_suffix(".log")
         self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)

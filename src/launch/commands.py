@@ -8,6 +8,7 @@ from typing import Any
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
+from cairn.config.shared import use_gpus
 from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.exit_report import after_failure
 from cairn.launch.jobs.background import JOBS
@@ -15,7 +16,6 @@ from cairn.launch.jobs.export import set_exports_aside
 from cairn.launch.jobs.sinks import finish_sinks, sinks_beside
 from cairn.launch.memory import refuse_what_can_not_be_served
 from cairn.launch.plan.dry_run import report
-from cairn.launch.plan.gpu_assignment import use_gpus
 from cairn.launch.plan.remote_start import replaced
 from cairn.launch.plan.run_plan import RunPlan, again, make
 from cairn.launch.plan.steps import STEPS

@@ -22,10 +22,11 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SERVER
+from cairn.config.shared import use_gpus
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start, newest_trainer_start
 from cairn.launch.jobs.background import JOBS
-from cairn.launch.plan.gpu_assignment import gpus_of_server, use_gpus
+from cairn.launch.plan.gpu_assignment import gpus_of_server
 from cairn.launch.supervise.slot import Turn, send_end, send_error
 from cairn.run import heartbeat, noted_calls
 from cairn.run.directory import RunDirectory

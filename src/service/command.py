@@ -90,7 +90,7 @@ async def _serve(
     with on_stop_signals(stop):
         try:
             if sampler is not None:
-                await asyncio.to_thread(sampler.start)
+                await sampler.start()
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             api.begin(worker, sampler)

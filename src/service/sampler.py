@@ -5,20 +5,22 @@ is given to it first; so it does not matter which adapters a server had when it 
 """
 
 import asyncio
-import contextlib
 import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cairn.config.service import ServiceConfig
+from cairn.config.shared import SupervisionConfig
 from cairn.inference.client import InferenceClient, ServerStatus
-from cairn.inference.server import AddressUnusable, Server, ServerFailed
+from cairn.inference.supervised import SupervisedServer
 from cairn.policy.errors import RequestRefused, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams, ServedAdapter
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
+from cairn.run.supervised import LOOK_SECONDS, RestartRule
 from cairn.service.wire import CallRefused, prompt_of, sampled, taken
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ TRIES = 5
 OF_BASE = "base"
 """The version of the adapter of zeros, by which servers compute what the base does."""
 MOST_SAMPLES = 512
+READY_SECONDS = 0.2
+"""Between two looks at whether a server is ready."""
 
 
 @dataclass(frozen=True)
@@ -109,41 +113,60 @@ class SampleServer:
     def __init__(self, config: ServiceConfig, model: Path, plain: Path):
         """Take a model's folder, and that of an adapter of zeros. Starts nothing."""
         self._config, self._plain = config, plain
-        self._own: Server | None = None
-        url = config.inference_url or ""
-        if config.sampling == "own":
-            settings = config.inference.model_copy(update={"max_lora_rank": config.max_rank})
-            self._own = Server(
-                settings, str(model), Path(config.output_dir) / "logs" / "inference.log", deaf=True
-            )
-            url = self._own.url
-        # A server of its own is started again as soon as it does not listen, so there is less to wait for.
+        given = config.model.model_copy(update={"name": str(model)})
+        settings = {"model": given, "max_lora_rank": config.max_rank}
+        self._settings = config.inference.model_copy(update=settings)
+        self._own: SupervisedServer | None = None
+        self._tending: asyncio.Task[None] | None = None
+        self._answered = 0
         self._client = InferenceClient(
-            url, timeout_setting="sampling_params.max_tokens", retry_for=3.0 if self._own else 60.0
+            config.inference_url or self._settings.url,
+            timeout_setting="sampling_params.max_tokens",
+            retry_for=60.0,
         )
         self._giving = asyncio.Lock()
         self._status: ServerStatus | None = None
         self._has: dict[str, ServedAdapter] = {}
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Start the server, if it is the service's own, and wait until it is ready.
 
         Raises:
-            UsageError: it can't be started, or a given one computes no adapters.
+            UsageError: it can't be started.
         """
-        if self._own is None:
+        if self._config.sampling != "own":
             return
+        logs, supervision = Path(self._config.output_dir) / "logs", SupervisionConfig()
+        rule = RestartRule(max_restarts=0)  # one that does not start at all is not tried again
+        self._own = SupervisedServer("inference", self._settings, logs, supervision, rule)
         try:
-            self._own.start()
-            self._own.wait_ready()
-        except (AddressUnusable, ServerFailed) as error:
-            self._own.stop()
-            raise UsageError(f"sampling = 'own': {error}") from None
+            while not self._own.is_ready:
+                self._own.look_after(lambda: 0)
+                await asyncio.sleep(READY_SECONDS)
+        except CairnError as error:
+            raise UsageError(
+                f"sampling = 'own' (--inference.NAME sets NAME of its server): {error}"
+            ) from None
+        rule.max_restarts = sys.maxsize  # once it has served, training should not end with it
+        self._tending = asyncio.create_task(self._tend(self._own))
+
+    async def _tend(self, own: SupervisedServer) -> None:
+        """Have the server started again when it has died, or hangs."""
+        while True:
+            before = own.pid
+            own.look_after(lambda: self._answered)
+            if own.pid != before:
+                logger.warning("the inference server is started again; see %s", own.log)
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def close(self) -> None:
         """End the server, if it is the service's own."""
         await self._client.close()
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.wait([self._tending])
         if self._own is not None:
+            self._own.begin_to_stop()
             await asyncio.to_thread(self._own.stop)
 
     async def sample(self, asked: SampleAsked, weights: Path | None, version: str, id: str) -> bytes:
@@ -164,7 +187,9 @@ class SampleServer:
                 adapter = await self._adapter(
                     version, weights / "model" if weights else self._plain / "model"
                 )
-                return await self._ask(asked, adapter, seed)
+                answer = await self._ask(asked, adapter, seed)
+                self._answered += 1
+                return answer
             except RequestRefused as error:
                 raise CallRefused(f"the server refuses the request: {error}") from None
             except (WeightsRefused, WeightsAltered) as error:
@@ -174,7 +199,7 @@ class SampleServer:
                 if again + 1 == TRIES:
                     raise
                 logger.info("request %s is sent again: %s", id, error)
-                await self._revive()
+                await self._wait_ready()
         raise AssertionError("the last try returns or raises")
 
     async def _ask(self, asked: SampleAsked, adapter: ServedAdapter, seed: int) -> bytes:
@@ -228,20 +253,8 @@ class SampleServer:
                 del self._has[old]
             return adapter
 
-    async def _revive(self) -> None:
-        """Start the service's own server again if it has died."""
-        async with self._giving:
-            try:
-                if self._own is not None:
-                    await asyncio.to_thread(self._own.check)
-            except ServerFailed as error:
-                logger.warning("the inference server is started again: %s", error)
-            else:
-                await asyncio.sleep(0.2)
-                return
-            assert self._own is not None, "it has failed"
-            self._has.clear()
-            self._status = None
-            with contextlib.suppress(UsageError):
-                await asyncio.to_thread(self._own.stop)
-                await asyncio.to_thread(self.start)
+    async def _wait_ready(self) -> None:
+        """Wait until the service's own server is ready; and a moment, for a given one."""
+        while self._own is not None and not self._own.is_ready:
+            await asyncio.sleep(READY_SECONDS)
+        await asyncio.sleep(READY_SECONDS)

@@ -104,4 +104,4 @@ def test_branches_end_as_they_would_alone(shell: Shell, server: Server, trained:
 def server_of(command: int) -> int:
     """The process that holds the server which a command has started."""
     children = psutil.Process(command).children()
-    return next(child.pid for child in children if "server" in child.cmdline())
+    return next(child.pid for child in children if "cairn.inference.supervised" in child.cmdline())

@@ -117,12 +117,12 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     assert scores[0] is None
     assert scores[1:] == pytest.approx(expected, abs=1e-4)
 
-    (keeper,) = (
+    (supervised,) = (
         process
         for process in psutil.Process(service.command.process.pid).children()
-        if "vllm" in " ".join(process.cmdline())
+        if "cairn.inference.supervised" in process.cmdline()
     )
-    family = [keeper, *keeper.children(recursive=True)]
+    family = supervised.children(recursive=True)
     for process in family:
         with contextlib.suppress(psutil.Error):  # it has ended, perhaps with the one before
             if "vllm" in " ".join(process.cmdline()):
@@ -130,6 +130,7 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     service.command.wait_until(
         lambda: not any(map(lives, family))
     )  # nor does the engine, which has no such name
+    service.command.wait_until(lambda: "the inference server is started again" in service.command.output)
     for name, one in found.items():
         assert sample(client, one, 5)["sequences"] == answers[name]["sequences"]
     assert sample(client, base, 5)["sequences"] == plain["sequences"]

@@ -23,8 +23,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.shared import SupervisionConfig
+from cairn.inference.supervised import SupervisedServer
 from cairn.launch import main
-from cairn.launch.branches.children import BranchServer
 from cairn.launch.branches.settings import SharedByBranches, of_branch, refuse
 from cairn.launch.branches.turns import begun, next_goal, stops
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, read_ledger
@@ -35,6 +35,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import DamagedFile, write_json
 from cairn.run.messages import ShippedBatch
+from cairn.run.supervised import RestartRule
 
 # The settings of a branch
 
@@ -360,7 +361,7 @@ def test_the_command_lists_and_ends_branches(
 # Servers
 
 
-def look_long(server: BranchServer, end: float) -> None:
+def look_long(server: SupervisedServer, end: float) -> None:
     """Look after it until `end` (`time.monotonic`)."""
     while time.monotonic() < end:
         server.look_after(lambda: 0)
@@ -368,9 +369,9 @@ def look_long(server: BranchServer, end: float) -> None:
 
 
 def test_a_server_that_dies_or_hangs_is_started_again_and_not_for_ever(tmp_path: Path):
-    branches = Branches(tmp_path)
-    supervision = SupervisionConfig(max_restarts=1, heartbeat_timeout=5.1)
-    server = BranchServer("inference", InferenceConfig(port=1), branches, supervision)
+    supervision = SupervisionConfig(heartbeat_timeout=5.1)
+    config, rule = InferenceConfig(port=1), RestartRule(1)
+    server = SupervisedServer("inference", config, Branches(tmp_path).logs, supervision, rule)
     try:
         first = server.pid
         os.kill(first, signal.SIGKILL)

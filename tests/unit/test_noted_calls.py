@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from runs import forking_commands
 
-from cairn.launch.supervise.slot import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import STACKS
 from cairn.run.processes import processor_times, thread_that_crashed
+from cairn.run.supervised import MOST_EXCUSED, RestartRule
 
 PROCESS = """
 import asyncio, ctypes, os, re, signal, sys, threading, time

@@ -13,6 +13,7 @@ from cairn.config.cli import load
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
+from cairn.config.shared import use_gpus
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.gpu_assignment import (
     Placing,
@@ -22,7 +23,6 @@ from cairn.launch.plan.gpu_assignment import (
     placed,
     placed_server,
     torch_without_cuda,
-    use_gpus,
 )
 from cairn.launch.ray.worker import RankProcess, RayProcess
 from cairn.launch.supervise.ranks import Ranks, RankSlot

@@ -27,6 +27,7 @@ from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
 from cairn.service.ledger import ServiceCall, ServiceLedger
+from cairn.service.sampler import SampleServer
 from cairn.service.trainees import LOSSES, AdamStep, AdapterBase, ClientModel
 from cairn.service.wire import MESSAGES, CallRefused, Datum, Pass, passed_json, read_pass
 from cairn.service.worker import CallWorker
@@ -513,6 +514,9 @@ def test_what_can_not_be_computed_is_refused_and_changes_nothing(base: AdapterBa
 def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="sampling = 'given' with inference_url = None"):
         settings(tmp_path, sampling="given")
+    with pytest.raises(ValueError, match=r"inference\.gpus = '2': a number of GPUs is given"):
+        settings(tmp_path, inference={"gpus": "2"})
+    assert settings(tmp_path, inference={"gpus": "2,"}).inference.gpus == "2,"
     with pytest.raises(ValueError, match="give key_variable or key_file, one of them"):
         TenantConfig(name="x")
     assert load(ServiceConfig, ["--names", "tiny,Qwen/Qwen3-8B"]).names == ["tiny", "Qwen/Qwen3-8B"]
@@ -529,6 +533,23 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SERVICE_KEY", ALICE)
     with pytest.raises(UsageError, match="is also the key of 'x'; each tenant needs its own"):
         keys_of(config)
+
+
+def test_a_server_for_samples_that_can_not_start_is_refused(tmp_path: Path):
+    """Its process says why, and it is not tried again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sampler = SampleServer(settings(tmp_path, inference={"port": port}), tmp_path, tmp_path)
+
+        async def start() -> None:
+            try:
+                await sampler.start()
+            finally:
+                await sampler.close()
+
+        why = rf"'own' \(--inference\.NAME .*: the inference server died .*\n.* on 127\.0\.0\.1 port {port}"
+        with pytest.raises(UsageError, match=why):
+            asyncio.run(start())
 
 
 def test_a_ledger_of_another_base_is_refused(base: AdapterBase, tmp_path: Path):

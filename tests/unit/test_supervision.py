@@ -16,7 +16,7 @@ from runs import CONFIGS, DEADLINE, REPOSITORY, environment_of
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main
 from cairn.launch.exit_report import conclude_early
-from cairn.launch.supervise.slot import RestartRule, RoleProcess
+from cairn.launch.supervise.slot import RoleProcess
 from cairn.launch.supervisor import hopeless
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, PolicyAltered, RoleFailed
@@ -24,6 +24,7 @@ from cairn.run.files import read_note, write_json
 from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History
 from cairn.run.messages import Attempt
+from cairn.run.supervised import RestartRule
 
 # Starting
 

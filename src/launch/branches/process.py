@@ -1,16 +1,14 @@
-"""The processes of `rl --branch`: a turn of a branch, and a server that all branches share.
+"""The process of `rl --branch` that takes the turn of a branch.
 
-`python -m cairn.launch.branches.process turn SETTINGS STEP PARENT` takes the steps of a branch up to STEP, as
-`rl @ SETTINGS --stop-after STEP` does. `... server SETTINGS LOG PARENT` serves. Either dies with PARENT.
+`python -m cairn.launch.branches.process SETTINGS STEP PARENT` takes the steps of a branch up to STEP, as
+`rl @ SETTINGS --stop-after STEP` does. It dies with PARENT.
 """
 
 import sys
 from pathlib import Path
 
-from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.run import heartbeat
-from cairn.run.exits import END_SERVER, EXIT_STOPPED, answer
+from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.output import importing
 from cairn.run.processes import die_with
 
@@ -26,23 +24,12 @@ def turn(settings: str, step: str) -> int:
     return start("rl", config.sharing(stop_after=stop))
 
 
-def server(settings: str, log: str) -> int:
-    """Serve until the parent ends it; returns the exit code of `inference`."""
-    from cairn.inference.server import run
-    from cairn.launch.plan.gpu_assignment import use_gpus
-
-    config = InferenceConfig.model_validate_json(Path(settings).read_bytes())
-    heartbeat.start(Path(log).with_name(f"{Path(settings).stem}.heartbeat.json"))
-    use_gpus(config.gpus)
-    return run(config, config.model.name, Path(log), end_signal=END_SERVER)
-
-
-def main(kind: str, settings: str, what: str, parent: str) -> int:
+def main(settings: str, step: str, parent: str) -> int:
     """Do what the command line says."""
     die_with(int(parent))
-    return {"turn": turn, "server": server}[kind](settings, what)
+    return turn(settings, step)
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.exit(answer(lambda: main(*arguments), stopped=EXIT_STOPPED if arguments[0] == "turn" else None))
+    sys.exit(answer(lambda: main(*arguments), stopped=EXIT_STOPPED))

@@ -11,11 +11,12 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_jobs import StepJob
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot
+from cairn.launch.supervise.slot import RoleProcess, Slot
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.processes import ProcessorUse, bring_forward, put_in_background
+from cairn.run.supervised import RestartRule
 
 PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""

@@ -37,7 +37,7 @@ def with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str
     """
     urls = config.orchestrator.inference_url
     if not urls:
-        own = [f"http://{server.host}:{server.port}" for server in config.inference.each.values()]
+        own = [server.url for server in config.inference.each.values()]
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles
     for url in urls:

@@ -5,7 +5,6 @@
 """
 
 import importlib.util
-import os
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +20,9 @@ from cairn.config.trainer import TrainerBase
 from cairn.inference.vllm_command import Build
 from cairn.launch.plan.colocation import taking_turns
 from cairn.run.errors import UsageError
-from cairn.run.machine import VISIBLE, Gpu, Machine, gpus_named
+from cairn.run.machine import Gpu, Machine, gpus_named
 
 NONE_TAKEN: Mapping[str, str] = MappingProxyType({})
-ORDER = "CUDA_DEVICE_ORDER"
-"""Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +181,6 @@ def torch_without_cuda() -> str | None:
 def gpus_of_server(config: RunConfig) -> tuple[str, ...]:
     """The names of the GPUs that `placed` has given to the run's own servers."""
     return names_in(config.inference.gpus or "0") or () if isinstance(config, RLConfig) else ()
-
-
-def use_gpus(gpus: str | None) -> None:
-    """Let this process, and those that it starts, see these GPUs only; None changes nothing.
-
-    To be called before CUDA is initialised. `gpus` is a value that `placed` has set.
-    """
-    if gpus is None:
-        return
-    os.environ[VISIBLE] = ",".join(names_in(gpus) or ())
-    os.environ.setdefault(ORDER, "PCI_BUS_ID")
 
 
 def _beside_server(config: RLConfig, machine: Machine, vllm: Build) -> Placing:

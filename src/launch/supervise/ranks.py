@@ -26,7 +26,7 @@ from cairn.launch.ray.cluster import cluster_ranks, end_ray, start_ray
 from cairn.launch.ray.placement import ClusterPlacement
 from cairn.launch.ray.worker import Assignment, RankProcess, RayProcess
 from cairn.launch.start import StartDamaged
-from cairn.launch.supervise.slot import RestartRule, Slot
+from cairn.launch.supervise.slot import Slot
 from cairn.launch.supervise.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory
@@ -35,6 +35,7 @@ from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.metrics import MetricsLog
 from cairn.run.processes import log_end
+from cairn.run.supervised import RestartRule
 from cairn.run.waiting import Patience
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.start import StartDamaged
-from cairn.launch.supervise.slot import RestartRule, RoleProcess, Slot, Turn
+from cairn.launch.supervise.slot import RoleProcess, Slot, Turn
 from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -27,6 +27,7 @@ from cairn.run.exits import (
 from cairn.run.output import STACKS
 from cairn.run.processes import log_end, processor_times, thread_that_crashed
 from cairn.run.signals import STOP_SIGNALS
+from cairn.run.supervised import RestartRule
 
 FROM_OUTSIDE = (signal.SIGKILL, *STOP_SIGNALS)
 """Signals that may well come from somebody else, such as the kernel if it is out of memory."""
@@ -229,14 +230,8 @@ class RoleSlot(Slot):
         silence, lengthy = self.config.heartbeat_timeout, self.config.hang_timeout
         if self.name in WORKING:
             self.watch_over(self._process.pid, silence=silence, standstill=lengthy)
-        else:  # a server that does not answer counts as hung, unless it is being given weights
-            self.watch_over(
-                self._process.pid,
-                silence=silence,
-                standstill=silence,
-                setting="--heartbeat-timeout",
-                lengthy=lengthy,
-            )
+        else:
+            self.watch_server(self._process.pid, silence=silence, lengthy=lengthy)
 
     def _has_spare(self) -> bool:
         return self._spare is not None and self._spare.exit_code is None
