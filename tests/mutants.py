@@ -146,6 +146,27 @@ MUTANTS = (
         "pass",
         "test_service",
     ),
+    M(
+        "models of a client that is away count no more",
+        "ServiceLedger.leave_session",
+        '"UPDATE sessions SET away = 1 WHERE id = ?"',
+        '"UPDATE sessions SET away = 0 WHERE id = ?"',
+        "test_service",
+    ),
+    M(
+        "a heartbeat keeps a client",
+        "SessionWatch.leave_silent",
+        "if now - sign <= self._timeout:",
+        "if now - sign < 0:",
+        "test_service",
+    ),
+    M(
+        "a model that leaves the memory is saved first",
+        "CallWorker._leave",
+        "if resident is None or any(",
+        "if resident is not None or any(",
+        "test_service",
+    ),
     # Steps in memory
     M(
         "a step in memory is no longer whole before its bytes change",

@@ -85,6 +85,9 @@ class ServiceConfig(CommandConfig):
     """Saved states of each model that are kept; calls are kept back to the oldest, should one be damaged."""
     answer_hours: float = Field(default=24, gt=0)
     """Hours for which the answer to a call is kept for a client that asks again."""
+    session_timeout: float = Field(default=600, gt=0)
+    """Seconds without a heartbeat or call after which a client's models are saved, leave the memory and count
+    no more in its quota; the next one brings them back. Public clients send heartbeats every 10 s."""
     resident_models: int = Field(default=16, ge=1)
     """Models kept in memory; the one used longest ago makes room, and comes back with its next call."""
     sampling: Literal["own", "given", "off"] = "own"

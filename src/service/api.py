@@ -38,6 +38,7 @@ from cairn.service.ledger import (
 )
 from cairn.service.records import Handler, RecordRoutes, body_of
 from cairn.service.sampler import SampleAsked, SampleServer
+from cairn.service.sessions import SessionWatch
 from cairn.service.wire import PROTO, CallRefused, passed_json, read_pass, sampled_json, taken
 from cairn.service.worker import JSON_BODY, PROTO_BODY, CallWorker, failure
 
@@ -74,6 +75,7 @@ class ServiceApi:
         self._config, self._names, self._folder = config, names, folder
         self._keys, self._ledger, self._end_tokens = keys, ledger, end_tokens
         self._records = RecordRoutes(names[0], folder, ledger)
+        self.sessions = SessionWatch(config.session_timeout, ledger, self._set_aside)
         self._worker: CallWorker | None = None
         self._sampler: SampleServer | None = None
         self._events: dict[str, asyncio.Event] = {}
@@ -87,9 +89,11 @@ class ServiceApi:
         worker.start()
         for call in self._ledger.calls("state = ? AND kind = ?", WAITING, SAMPLE):
             self._begin_sample(call)
+        self.sessions.begin()
 
     async def end(self) -> None:
         """Give up samples that are under way: they are taken up at the next start."""
+        await self.sessions.end()
         for task in list(self._sampling):
             task.cancel()
         await asyncio.gather(*self._sampling, return_exceptions=True)
@@ -102,6 +106,10 @@ class ServiceApi:
     def _wake(self, id: str) -> None:
         if event := self._events.pop(id, None):
             event.set()
+
+    def _set_aside(self, model: str) -> None:
+        assert self._worker is not None, "it has begun"
+        self._worker.set_aside(model)
 
     def app(self) -> web.Application:
         """The routes."""
@@ -198,15 +206,20 @@ class ServiceApi:
     async def _create_session(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         session, about = f"s{secrets.token_hex(12)}", await body_of(request)
         await asyncio.to_thread(self._ledger.add_session, session, tenant.name, about)
+        await self.sessions.sign(session)
         return web.json_response({"type": "create_session", "session_id": session, "info_message": UNEMBED})
 
     async def _heartbeat(self, request: web.Request, tenant: TenantConfig) -> web.Response:
-        self._ledger.session(taken(await body_of(request), "session_id", str), tenant.name)
+        session = taken(await body_of(request), "session_id", str)
+        self._ledger.session(session, tenant.name)
+        await self.sessions.sign(session)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request, tenant: TenantConfig) -> web.Response:
         session = request.match_info["session"]
-        for model in await asyncio.to_thread(self._ledger.finish_session, session, tenant.name):
+        models = await asyncio.to_thread(self._ledger.finish_session, session, tenant.name)
+        self.sessions.finished(session)
+        for model in models:
             await self._add(tenant, self._call(tenant, UNLOAD, model, self._ledger.next_seq(model), b"{}"))
         return web.json_response({})
 
@@ -219,6 +232,7 @@ class ServiceApi:
             self._ledger.checkpoint(path, tenant.name)
         else:
             self._check_name(body.get("base_model"))
+        await self.sessions.sign(session)
         sampler = f"{session}:sample:{number}"
         await asyncio.to_thread(self._ledger.add_sampler, sampler, tenant.name, session, path)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
@@ -338,6 +352,7 @@ class ServiceApi:
         self, tenant: TenantConfig, call: ServiceCall, model: ModelRecord | None = None
     ) -> web.Response:
         """Record a call, have it executed, and tell the client its id."""
+        await self.sessions.sign(model.session if model else self._ledger.session_of(call.owner))
         there = await self._add(tenant, call, model)
         fault_point("service.received")
         answer: dict[str, Any] = {"request_id": there.id}

@@ -20,7 +20,9 @@ from cairn.run.file_system import journal_mode
 from cairn.run.files import make_folders
 from cairn.service.wire import CallRefused
 
-FORMAT = 1
+FORMAT = 2
+OLDER = {1: "ALTER TABLE sessions ADD COLUMN away INTEGER NOT NULL DEFAULT 0"}
+"""What makes the next format of an older one."""
 WAITING, DONE, FAILED = "waiting", "done", "failed"
 SAMPLE = "sample"
 """The kind of the calls that servers execute; the others change or save a model."""
@@ -38,7 +40,7 @@ CREATE, LOAD, PASS, FORWARD, STEP, SAVE, SAVE_SAMPLER, UNLOAD = (
 SCHEMA = """
 CREATE TABLE service (format INTEGER NOT NULL, base TEXT NOT NULL);
 CREATE TABLE sessions (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL,
-    finished INTEGER NOT NULL DEFAULT 0);
+    finished INTEGER NOT NULL DEFAULT 0, away INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE models (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, lora TEXT NOT NULL,
     metadata TEXT NOT NULL, created REAL NOT NULL, gone INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE calls (id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, tenant TEXT NOT NULL,
@@ -51,7 +53,8 @@ CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEX
     kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL, bytes INTEGER NOT NULL, call TEXT NOT NULL,
     created REAL NOT NULL, expires REAL, metadata TEXT NOT NULL);
 """
-"""`calls.owner` is the model or sampler whose calls `seq` counts. `calls.body` is what has to be known to
+"""`sessions.away`: its client has given no sign of life for so long that its models count no more.
+`calls.owner` is the model or sampler whose calls `seq` counts. `calls.body` is what has to be known to
 execute the call, until no saved state needs it; `calls.answer` goes after some hours."""
 
 
@@ -120,11 +123,16 @@ class ServiceLedger:
         database.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
         database.execute("PRAGMA synchronous = FULL")  # what a client was told survives a power cut
         with database:
+            database.execute("BEGIN IMMEDIATE")  # all tables or none
             if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
                 for statement in SCHEMA.split(";"):
                     database.execute(statement)
                 database.execute("INSERT INTO service VALUES (?, ?)", (FORMAT, base))
-        of, found = database.execute("SELECT format, base FROM service").fetchone()
+            of, found = database.execute("SELECT format, base FROM service").fetchone()
+            while of in OLDER:
+                database.execute(OLDER[of])
+                of += 1
+                database.execute("UPDATE service SET format = ?", (of,))
         if of != FORMAT:
             raise UsageError(
                 f"{path}: its format is {of}, and this version reads {FORMAT}; take another --output-dir"
@@ -178,6 +186,35 @@ class ServiceLedger:
             row[0]
             for row in self._rows("SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC", tenant)
         ]
+
+    def present_sessions(self) -> list[str]:
+        """The ids of all sessions that are neither finished nor away."""
+        return [row[0] for row in self._rows("SELECT id FROM sessions WHERE NOT finished AND NOT away")]
+
+    def session_of(self, owner: str) -> str:
+        """The session of a model or sampler; empty if it has none."""
+        rows = self._rows(
+            "SELECT session FROM models WHERE id = ?1 UNION SELECT session FROM samplers WHERE id = ?1", owner
+        )
+        return rows[0][0] if rows else ""
+
+    def leave_session(self, session: str) -> list[str] | None:
+        """Record that a session's client is away; returns its models, or None if a call of it still waits."""
+        with self._writing() as database:
+            own = "SELECT id FROM models WHERE session = ?1"
+            waiting = (
+                f"SELECT 1 FROM calls WHERE state = 'waiting' AND owner IN "
+                f"({own} UNION SELECT id FROM samplers WHERE session = ?1)"
+            )
+            if database.execute(waiting, (session,)).fetchone():
+                return None
+            database.execute("UPDATE sessions SET away = 1 WHERE id = ?", (session,))
+            return [row[0] for row in database.execute(f"{own} AND NOT gone", (session,))]
+
+    def return_session(self, session: str) -> None:
+        """Record that a session's client is back."""
+        with self._writing() as database:
+            database.execute("UPDATE sessions SET away = 0 WHERE id = ?", (session,))
 
     def finish_session(self, session: str, tenant: str) -> list[str]:
         """Record that a session is finished; returns its models, which are gone with it."""
@@ -253,7 +290,10 @@ class ServiceLedger:
                     429,
                 )
             if model is not None:
-                there = "SELECT count(*) FROM models WHERE tenant = ? AND NOT gone"
+                there = (
+                    "SELECT count(*) FROM models WHERE tenant = ? AND NOT gone "
+                    "AND session NOT IN (SELECT id FROM sessions WHERE away)"
+                )
                 if database.execute(there, (call.tenant,)).fetchone()[0] >= models:
                     raise CallRefused(
                         f"{models} models are there already, which is the tenant's quota (models); unload one"

@@ -136,6 +136,8 @@ class ClientModel:
         """Take a state whose adapter has its first values; `folder`: the base's."""
         self.state = state
         self._folder = folder
+        self._samples, self._tokens = 0, 0
+        """What the gradients that are there have come of."""
 
     @property
     def steps(self) -> int:
@@ -188,8 +190,8 @@ class ClientModel:
                 losses = [sums(m, forward(m))[1] for m in (micro.to(state.group.device) for micro in micros)]
         else:
             losses = state.backend.forward_backward(state.policy, micros, forward, sums)
-            state.progress.total_samples += len(samples)
-            state.progress.total_tokens += sum(len(one.token_ids) for one in samples)
+            self._samples += len(samples)
+            self._tokens += sum(len(one.token_ids) for one in samples)
         total = torch.stack(losses).double().cumsum(0)[-1].item()
         return passed([found[place].cpu().numpy() for place in range(len(samples))], {"loss:sum": total})
 
@@ -250,13 +252,16 @@ class ClientModel:
         for group in optimizer.param_groups:
             group |= {"betas": (how.beta1, how.beta2), "eps": how.eps, "weight_decay": how.weight_decay}
         state.backend.step(state.policy, how.learning_rate)
-        self.drop_gradients()
         state.progress.step += 1
+        state.progress.total_samples += self._samples
+        state.progress.total_tokens += self._tokens
+        self.drop_gradients()
         return {"grad_norm:mean": norm, "step:max": state.progress.step}
 
     def drop_gradients(self) -> None:
         """Forget the gradients that have come since the last update."""
         self.state.policy.optimizer.zero_grad(set_to_none=True)
+        self._samples, self._tokens = 0, 0
 
     # Checkpoints
 

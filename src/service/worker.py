@@ -88,6 +88,8 @@ class CallWorker:
         """The models in memory; the one that was used last is at the end."""
         self._waiting: OrderedDict[str, deque[ServiceCall]] = OrderedDict()
         """The calls of each model, in their order; the model whose turn is next comes first."""
+        self._leaving = set[str]()
+        """Models that are to leave the memory."""
         self._changed = threading.Condition()
         self._over = False
         for call in ledger.calls("state = ? AND kind != ?", WAITING, SAMPLE):
@@ -104,6 +106,12 @@ class CallWorker:
             self._waiting.setdefault(call.owner, deque()).append(call)
             self._changed.notify()
 
+    def set_aside(self, owner: str) -> None:
+        """Have a model saved and taken out of memory, unless it has a call by then; from any thread."""
+        with self._changed:
+            self._leaving.add(owner)
+            self._changed.notify()
+
     def close(self) -> None:
         """End after the call that is being executed; those that wait stay in the ledger."""
         with self._changed:
@@ -114,10 +122,17 @@ class CallWorker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._over:
+                while not (self._waiting or self._leaving or self._over):
                     self._changed.wait()
                 if self._over:
                     return
+                leaving = self._leaving - self._waiting.keys()
+                self._leaving.clear()
+            for owner in sorted(leaving):
+                self._leave(owner)
+            with self._changed:
+                if not self._waiting:
+                    continue
                 owner, calls = self._waiting.popitem(last=False)
                 call = calls.popleft()
                 if calls:
@@ -334,6 +349,19 @@ class CallWorker:
             logger.warning(
                 "the state of model %s can't be saved, and is tried again later: %s", call.owner, error
             )
+
+    def _leave(self, owner: str) -> None:
+        """Take a model out of memory once its newest update is saved; gradients are computed again."""
+        resident = self._resident.pop(owner, None)
+        if resident is None or any(step > resident.updated for step, _ in self._states(owner)[:1]):
+            return
+        position = {"call": resident.updated, "updated": resident.updated}
+        try:
+            resident.model.write(self._store(owner), resident.updated + 1, position, training=True)
+            self._prune(owner)
+        except (OSError, CheckpointError) as error:
+            logger.warning("model %s stays in memory, since it can't be saved: %s", owner, error)
+            self._resident[owner] = resident
 
     def _prune(self, owner: str) -> None:
         """Delete states beyond the number that is kept, and the calls that none of these needs."""

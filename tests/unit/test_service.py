@@ -5,7 +5,9 @@ import contextlib
 import hashlib
 import json
 import socket
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +23,7 @@ from safetensors.torch import load_file
 from tiny import write_example
 from transformers import AutoModelForCausalLM
 
+from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.cli import load
 from cairn.config.service import ServiceConfig, TenantConfig
 from cairn.run.errors import UsageError
@@ -57,7 +60,7 @@ class Serving:
     """The service in this process, on a thread of its own. Its end saves nothing, as that of a kill."""
 
     def __init__(self, config: ServiceConfig, base: AdapterBase):
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._timeout = asyncio.new_event_loop(), config.session_timeout
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.ledger = ServiceLedger(Path(config.output_dir) / "service.sqlite", base.digest)
@@ -77,6 +80,12 @@ class Serving:
         self._ready.set()
         await self._over.wait()
         await runner.cleanup()
+        await self._api.end()
+
+    def leave_silent(self, since: float) -> None:
+        """What happens once those have been silent for long enough that gave their last sign before then."""
+        look = self._api.sessions.leave_silent(since + self._timeout)
+        asyncio.run_coroutine_threadsafe(look, self._loop).result(60)
 
     def __enter__(self) -> "Serving":
         self._thread.start()
@@ -98,11 +107,15 @@ def refused(status: int, reason: str) -> Iterator[None]:
     assert caught.value.status == status
 
 
+def newest(folder: Path, model: str) -> Path:
+    """A model's newest state."""
+    steps = (folder / "models" / model.replace(":", "_")).glob("step_*")
+    return max(steps, key=lambda path: int(path.name.removeprefix("step_")))
+
+
 def weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
     """Those of the newest state."""
-    steps = (folder / "models" / model.replace(":", "_")).glob("step_*")
-    newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")))
-    return load_file(newest / "model" / "adapter_model.safetensors")
+    return load_file(newest(folder, model) / "model" / "adapter_model.safetensors")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -289,6 +302,55 @@ def test_a_service_that_is_ended_at_any_call_goes_on_to_the_bit(base: AdapterBas
         client.result(client.passes(model, texts(9), seq=16))
         client.result(client.call("optim_step", model, 17, adam_params={"learning_rate": 0.0}))
     assert same(weights(tmp_path / "broken", model), reference)
+
+
+def test_a_client_that_went_away_makes_room_and_comes_back_to_the_bit(base: AdapterBase, tmp_path: Path):
+    """Gradients on their way to an update are there again. Heartbeats and calls that wait keep clients."""
+
+    def begun(client: LightClient, model: str) -> list[dict[str, Any]]:
+        return [*client.train(model, range(3)), client.result(client.passes(model, texts(3)))]
+
+    with Serving(settings(tmp_path / "whole"), base) as service:
+        client = LightClient(service.url, BOB)
+        model = client.create(seed=3)
+        expected = [*begun(client, model), client.result(client.step(model))]
+    reference, steps = weights(tmp_path / "whole", model), tmp_path / "left" / "models"
+    samples = [StepFolder(newest(tmp_path / "whole", model)).trainer_state()]
+
+    with Serving(settings(tmp_path / "left", state_interval=2), base) as service:
+        alice, beating, bob = (LightClient(service.url, key) for key in (ALICE, ALICE, BOB))
+        others = alice.create()
+        model = bob.create(seed=3)
+        found = begun(bob, model)
+        with refused(400, r"1 models are there already, which is the tenant's quota \(models\)"):
+            LightClient(service.url, BOB).create()
+        now = time.monotonic()
+        beating.post("session_heartbeat", session_id=beating.session)
+        service.ledger.add(ServiceCall("w", others, 99, "alice", "sample", b"", b""), most=9)
+        service.leave_silent(now)
+        assert set(service.ledger.present_sessions()) == {alice.session, beating.session}
+        second = LightClient(service.url, BOB)
+        second.create()
+        assert sorted(path.name for path in (steps / model.replace(":", "_")).iterdir()) == [
+            "step_10",
+            "step_7",
+        ]
+        assert not (steps / others.replace(":", "_")).exists()
+    with Serving(settings(tmp_path / "left", session_timeout=0.01), base) as service:
+        bob.url = second.url = service.url
+        assert [*found, bob.result(bob.step(model))] == expected
+        end = time.monotonic() + 60
+        while service.ledger.present_sessions():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        bob.post("session_heartbeat", session_id=bob.session)
+        assert bob.session in service.ledger.sessions("bob")
+        second.ask("POST", f"sessions/{second.session}/finish", {})
+        with refused(410, "is finished"):
+            bob.post("session_heartbeat", session_id=second.session)
+    assert same(weights(tmp_path / "left", model), reference)
+    samples.append(StepFolder(newest(tmp_path / "left", model)).trainer_state())
+    assert [one and one.progress["total_samples"] for one in samples] == [21, 21]
 
 
 def test_a_call_that_is_sent_again_is_done_once(base: AdapterBase, tmp_path: Path):
@@ -556,3 +618,22 @@ def test_a_ledger_of_another_base_is_refused(base: AdapterBase, tmp_path: Path):
     ServiceLedger(tmp_path / "service.sqlite", base.digest).close()
     with pytest.raises(UsageError, match=r"adapters of another base model than --model\.name"):
         ServiceLedger(tmp_path / "service.sqlite", "other")
+
+
+def test_a_ledger_of_an_earlier_format_is_taken_up(tmp_path: Path):
+    """And one of a later format is refused."""
+    path = tmp_path / "service.sqlite"
+    with contextlib.closing(ServiceLedger(path, "base")) as ledger:
+        ledger.add_session("s", "alice", {})
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("ALTER TABLE sessions DROP COLUMN away")
+        database.execute("UPDATE service SET format = 1")
+    with contextlib.closing(ServiceLedger(path, "base")) as ledger:
+        assert ledger.present_sessions() == ["s"]
+        assert ledger.leave_session("s") == []
+    with contextlib.closing(ServiceLedger(path, "base")) as ledger:
+        assert ledger.present_sessions() == []
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE service SET format = 99")
+    with pytest.raises(UsageError, match="its format is 99, and this version reads"):
+        ServiceLedger(path, "base")
