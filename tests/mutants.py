@@ -167,6 +167,13 @@ MUTANTS = (
         "if resident is not None or any(",
         "test_service",
     ),
+    M(
+        "dro keeps tokens without an advantage near their sampler",
+        "Dro.__call__",
+        "torch.where(inputs.micro.loss_mask[:, 1:], values, 0.0)",
+        "torch.where(inputs.mask, values, 0.0)",
+        "test_service",
+    ),
     # Steps in memory
     M(
         "a step in memory is no longer whole before its bytes change",

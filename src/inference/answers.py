@@ -6,17 +6,19 @@ they do not name is skipped.
 
 import base64
 import io
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from cairn.policy.generation import Generation, RoutedExperts, ServedAdapter, VersionSpan
+from cairn.policy.generation import Generation, PromptScore, RoutedExperts, ServedAdapter, VersionSpan
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """The natural logarithm of a token's probability."""
+    """The natural logarithm of a token's probability. rank: its place among all tokens, from 1."""
 
     logprob: float
+    rank: int | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -102,6 +104,21 @@ class ServerAnswer(msgspec.Struct):
     model: str | None = None
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
     usage: Usage | None = None
+
+    def scores(self, token_ids: Sequence[int], top: int) -> list[PromptScore]:
+        """Of all tokens of the prompt but the first, with so many of the most likely ones at each place.
+
+        Raises:
+            ValueError: they are not there for every token.
+            KeyError: one is missing.
+        """
+        scores: list[PromptScore] = []
+        for token, found in zip(token_ids[1:], (self.prompt_logprobs or [])[1:], strict=True):
+            at = found or {}
+            likely = [(int(id), one.logprob) for id, one in at.items() if one.rank and one.rank <= top]
+            likely.sort(key=lambda pair: (-pair[1], pair[0]))
+            scores.append(PromptScore(at[str(token)].logprob, likely[:top]))
+        return scores
 
     @property
     def cached_tokens(self) -> int:

@@ -27,7 +27,15 @@ from cairn.policy.errors import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.policy.generation import DIRECT, Generation, Relay, Route, SamplingParams, ServedAdapter
+from cairn.policy.generation import (
+    DIRECT,
+    Generation,
+    PromptScore,
+    Relay,
+    Route,
+    SamplingParams,
+    ServedAdapter,
+)
 from cairn.run.errors import CairnError
 from cairn.run.object_store import is_url
 from cairn.run.waiting import Backoff
@@ -341,25 +349,32 @@ class InferenceClient:
     async def score(
         self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None
     ) -> list[float]:
-        """Logprobs of all tokens but the first, computed anew from weights `version`, or from an adapter.
+        """The logprobs that `scores` gives."""
+        return [one.logprob for one in await self.scores(token_ids, version, adapter=adapter)]
+
+    async def scores(
+        self, token_ids: list[int], version: str, *, top: int = 0, adapter: ServedAdapter | None = None
+    ) -> list[PromptScore]:
+        """Of all tokens but the first, computed anew from weights `version`, or from an adapter.
+
+        Args:
+            top: so many of the most likely tokens at each place are wanted as well.
 
         Raises:
             ServerUnavailable: the server does not answer, or has other weights.
             RequestRefused: the server refused the request.
         """
-        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
+        # For these no cache is read.
+        sampling = {"max_tokens": 1, "prompt_logprobs": top, "detokenize": False}
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
         content = await self._tokens(body, adapter, 1.0)
         with self._expecting("prompt logprobs", content):
             answer = read_answer(content, adapter, 1)
-            logprobs = [
-                (found or {})[str(token)].logprob
-                for token, found in zip(token_ids[1:], (answer.prompt_logprobs or [])[1:], strict=True)
-            ]
+            scores = answer.scores(token_ids, top)
             spans = answer.choices[0].spans(adapter)
         if any(span.version != version for span in spans):
             raise ServerUnavailable(f"{self.url} scored with weights {spans}, not {version!r}")
-        return logprobs
+        return scores
 
     async def _tokens(self, request: dict[str, Any], adapter: ServedAdapter | None, times: float) -> bytes:
         """The answer to a request for tokens, from an adapter if there is one, in so many times `timeout`."""

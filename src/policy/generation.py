@@ -89,6 +89,17 @@ class Generation:
     experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
 
 
+@dataclass(frozen=True)
+class PromptScore:
+    """What a model says of a token of a prompt, after those before it: natural logarithms of probabilities.
+
+    logprob: of the token. top: the most likely tokens at its place with theirs, the most likely first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 # How a policy that is in the trainer's memory gets to servers; see `relay.py`.
 
 

@@ -17,7 +17,7 @@ from cairn.config.shared import SupervisionConfig
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.supervised import SupervisedServer
 from cairn.policy.errors import RequestRefused, ServerUnavailable, WeightsAltered, WeightsRefused
-from cairn.policy.generation import SamplingParams, ServedAdapter
+from cairn.policy.generation import PromptScore, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
 from cairn.run.supervised import LOOK_SECONDS, RestartRule
@@ -30,13 +30,25 @@ TRIES = 5
 OF_BASE = "base"
 """The version of the adapter of zeros, by which servers compute what the base does."""
 MOST_SAMPLES = 512
+NOT_THERE = {
+    "topk_sample_logprobs": "a sample's logprobs are of its own tokens, after temperature and top-p",
+    "target_prompt_logprobs": "the server scores a prompt's own tokens, and its most likely ones "
+    "(topk_prompt_logprobs)",
+    "prompt_alt_tokens_k": "the server draws no tokens at places of a prompt",
+    "record_stability_info": "it is for the loss stable_reinforce, which this service does not have",
+}
+"""Fields of a request that must be off, and why."""
 READY_SECONDS = 0.2
 """Between two looks at whether a server is ready."""
 
 
 @dataclass(frozen=True)
 class SampleAsked:
-    """A request for samples, checked. seed: None if the client leaves it open."""
+    """A request for samples, checked.
+
+    seed: None if the client leaves it open. likely: how many of the most likely tokens at each place of the
+    prompt are wanted. scored: how many of the prompt's last tokens have logprobs; None: all but the first.
+    """
 
     prompt: list[int]
     count: int
@@ -47,6 +59,8 @@ class SampleAsked:
     stop_tokens: tuple[int, ...]
     stop_texts: tuple[str, ...]
     prompt_logprobs: bool
+    likely: int = 0
+    scored: int | None = None
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> "SampleAsked":
@@ -56,15 +70,9 @@ class SampleAsked:
             CallRefused: something is missing, out of bounds, or not to be had here.
         """
         how = taken(body, "sampling_params", dict)
-        for name, off in (
-            *(("topk_prompt_logprobs", (0, None)), ("topk_sample_logprobs", (0, None))),
-            *(("target_prompt_logprobs", (None,)), ("prompt_alt_tokens_k", (0, None))),
-            ("prompt_logprobs_last_n", (None,)),
-        ):
-            if body.get(name) not in off:
-                raise CallRefused(
-                    f"{name} = {str(body[name])[:40]}: this service does not have it; leave it out"
-                )
+        for name, why in NOT_THERE.items():
+            if body.get(name) not in (0, None, False):
+                raise CallRefused(f"{name} = {str(body[name])[:40]}: {why}; leave it out")
         if how.get("top_k", -1) not in (-1, 0, None):
             raise CallRefused(
                 f"sampling_params: top_k = {how['top_k']!r}: this service samples from all tokens or by top_p"
@@ -83,8 +91,19 @@ class SampleAsked:
         most, seed = how.get("max_tokens"), how.get("seed")
         if most is not None and (not isinstance(most, int) or most < 1):
             raise CallRefused(f"sampling_params: max_tokens = {most!r} is not a number of tokens")
+        prompt = prompt_of(taken(body, "prompt", dict))
+        likely, scored = body.get("topk_prompt_logprobs") or 0, body.get("prompt_logprobs_last_n")
+        if isinstance(likely, bool) or not isinstance(likely, int) or likely < 0:
+            raise CallRefused(f"topk_prompt_logprobs = {likely!r} is not a number of tokens")
+        if scored is not None and not (
+            body.get("prompt_logprobs") and isinstance(scored, int) and 1 <= scored < len(prompt)
+        ):
+            raise CallRefused(
+                f"prompt_logprobs_last_n = {scored!r}: it goes with prompt_logprobs, and takes a number from "
+                f"1 to below the {len(prompt)} of the prompt's tokens"
+            )
         return cls(
-            prompt_of(taken(body, "prompt", dict)),
+            prompt,
             count,
             most,
             _number(how, "temperature", 1.0),
@@ -93,6 +112,8 @@ class SampleAsked:
             tokens,
             texts,
             bool(body.get("prompt_logprobs")),
+            likely,
+            scored,
         )
 
     def ending_with(self, tokens: tuple[int, ...]) -> "SampleAsked":
@@ -219,13 +240,20 @@ class SampleServer:
             stop_token_ids=asked.stop_tokens,
             stop=asked.stop_texts,
         )
-        scores: list[float | None] | None = None
-        if asked.prompt_logprobs:
-            scores = [None, *await self._client.score(asked.prompt, adapter.version, adapter=adapter)]
+        scores: list[PromptScore | None] = []
+        if asked.prompt_logprobs or asked.likely:
+            tokens, top = asked.prompt, asked.likely
+            found = await self._client.scores(tokens, adapter.version, top=top, adapter=adapter)
+            first = len(tokens) - (asked.scored or len(found))
+            scores = [None] * first + found[first - 1 :]
         answers = await self._client.generate(asked.prompt, how, adapter=adapter)
         if any(one.finish_reason not in ("stop", "length") for one in answers):
             raise ServerUnavailable(f"{self._client.url} is stopping")
-        return sampled([(one.token_ids, one.logprobs, one.finish_reason) for one in answers], scores)
+        return sampled(
+            [(one.token_ids, one.logprobs, one.finish_reason) for one in answers],
+            [one and one.logprob for one in scores] if asked.prompt_logprobs else None,
+            [one.top if one else [] for one in scores] if asked.likely else None,
+        )
 
     async def _adapter(self, version: str, folder: Path) -> ServedAdapter:
         """The adapter, which the server is given if it does not have it."""

@@ -6,7 +6,7 @@ checkpoints. A model here knows nothing of clients or calls.
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,80 +21,17 @@ from cairn.checkpoint.store import CheckpointStore, write_files
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.service import ServiceConfig
 from cairn.config.trainer import SFTConfig
-from cairn.run.batches import TARGETS, WEIGHTS, Sample
+from cairn.run.batches import TARGETS, Sample
 from cairn.run.files import make_folders, sync
 from cairn.run.seeds import derive
+from cairn.service.losses import COLUMNS, ServedLoss, inputs_of, loss_of
 from cairn.service.wire import CallRefused, Datum, Pass, passed
 from cairn.trainer.group import RankGroup
-from cairn.trainer.losses.cispo import Cispo
-from cairn.trainer.losses.loss import Loss, LossInputs, LossSums
-from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.models.adapter import Adapter, adapter_beside, make_adapter
 from cairn.trainer.models.model import companions
 from cairn.trainer.packing import MicroBatch, fill_rows, group_rows
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-
-
-class WeightedLikelihood(Loss):
-    """-w log p of each token, with a weight w of any sign."""
-
-    def __call__(self, inputs: LossInputs) -> LossSums:
-        return LossSums(-(inputs.logprobs * inputs.column(WEIGHTS)).sum())
-
-
-@dataclass(frozen=True)
-class ServedLoss:
-    """A loss that clients may name. inputs: what it needs of each token, and whether it may be missing (then
-    it is 1). settings: the numbers that `loss_fn_config` may give, with their defaults. make: of these."""
-
-    inputs: Mapping[str, bool]
-    settings: Mapping[str, float]
-    make: Callable[[Mapping[str, float]], Loss]
-
-
-OF_POLICY = {"logprobs": False, "advantages": False}
-RATIOS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of the ratio of probabilities, as the API gives them."""
-LOSSES: dict[str, ServedLoss] = {
-    "cross_entropy": ServedLoss({"weights": True}, {}, lambda given: WeightedLikelihood()),
-    "importance_sampling": ServedLoss(OF_POLICY, {}, lambda given: PPOClip(clip_low=1.0, clip_high=math.inf)),
-    "ppo": ServedLoss(
-        OF_POLICY,
-        RATIOS,
-        lambda given: PPOClip(
-            clip_low=1 - given["clip_low_threshold"], clip_high=given["clip_high_threshold"] - 1
-        ),
-    ),
-    "cispo": ServedLoss(
-        OF_POLICY, {"clip_high_threshold": 1.2}, lambda given: Cispo(ratio_max=given["clip_high_threshold"])
-    ),
-}
-"""By the name that the API has for it. The objective is a sum over tokens, as the API has it, not a mean."""
-
-
-def loss_of(request: Pass) -> tuple[ServedLoss, Loss]:
-    """The loss that a request names.
-
-    Raises:
-        CallRefused: there is no such loss here, or no such setting of it.
-    """
-    found = LOSSES.get(request.loss_fn)
-    if found is None:
-        raise CallRefused(
-            f"loss_fn {request.loss_fn!r}: this service has {', '.join(LOSSES)}; forward_backward_custom "
-            "takes any function of the logprobs"
-        )
-    for name, value in request.config.items():
-        if name not in found.settings or not isinstance(value, int | float) or not math.isfinite(value):
-            there = ", ".join(found.settings) or "no settings"
-            raise CallRefused(
-                f"loss_fn_config {name} = {value!r}: {request.loss_fn} takes {there}, which are numbers"
-            )
-    given = {**found.settings, **{name: float(value) for name, value in request.config.items()}}
-    if given.get("clip_low_threshold", 0.0) > given.get("clip_high_threshold", math.inf):
-        raise CallRefused("loss_fn_config: clip_low_threshold is above clip_high_threshold")
-    return found, found.make(given)
 
 
 @dataclass(frozen=True)
@@ -182,7 +119,7 @@ class ClientModel:
         def sums(micro: MicroBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             for place, values in zip(_flat(groups[micro.index]), _by_sample(micro, logprobs), strict=True):
                 found[place] = values.detach()
-            total = loss(_inputs(micro, logprobs)).loss
+            total = loss(inputs_of(micro, logprobs)).loss
             return total, total.detach()
 
         if request.forward_only:
@@ -231,7 +168,7 @@ class ClientModel:
                 )
             if not np.isfinite(values).all():
                 raise CallRefused(f"{where}: {name} holds NaN or infinity")
-            columns[name] = _shifted(values, np.float32)
+            columns[COLUMNS.get(name, name)] = _shifted(values, np.float32)
         token_ids = np.append(datum.tokens, targets[-1]).astype(np.int32)
         return Sample(token_ids, np.ones(count + 1, np.bool_), columns)
 
@@ -425,15 +362,6 @@ def _by_sample(micro: MicroBatch, logprobs: torch.Tensor) -> list[torch.Tensor]:
     flat = torch.nn.functional.pad(logprobs, (1, 0)).flatten()
     bounds = micro.bounds.tolist()
     return [flat[bounds[number] + 1 : bounds[number + 1]] for number in micro.units.flatten().tolist()]
-
-
-def _inputs(micro: MicroBatch, logprobs: torch.Tensor) -> LossInputs:
-    """What the loss is computed of; tokens without an advantage are not learned."""
-    inputs = LossInputs.of(logprobs, micro)
-    advantages = inputs.columns.get("advantages")
-    if advantages is None:
-        return inputs
-    return LossInputs(logprobs, inputs.mask & (advantages != 0), inputs.columns, micro)
 
 
 def _durable(path: Path) -> FileChecksum:

@@ -37,6 +37,8 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES: dict[int, type[np.generic]] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
 OF_JSON: dict[str, type[np.generic]] = {"float32": np.float32, "int64": np.int64}
 STOP_REASONS = ("stop", "length")
+NO_TOKEN = (0, -99999.0)
+"""A place among the most likely tokens of a prompt that has none: its token and logprob."""
 
 _KINDS = {"bytes": 12, "string": 9, "int32": 5, "uint32": 13, "int64": 3, "double": 1, "bool": 8, "enum": 5}
 # An enumeration has the encoding of a whole number.
@@ -297,12 +299,14 @@ def passed_json(answer: bytes) -> dict[str, Any]:
 def sampled(
     sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
     prompt_logprobs: Sequence[float | None] | None = None,
+    likely: Sequence[Sequence[tuple[int, float]]] | None = None,
 ) -> bytes:
     """The answer to a request for samples.
 
     Args:
         sequences: tokens, their logprobs, and why each ended: stop or length.
-        prompt_logprobs: of each token of the prompt; None for the first one.
+        prompt_logprobs: of each token of the prompt; None for those that have none, as the first one.
+        likely: the most likely tokens at each place of the prompt with their logprobs; none for the same.
     """
     message = MESSAGES["SampleResponse"]()
     for tokens, logprobs, reason in sequences:
@@ -314,6 +318,12 @@ def sampled(
     if prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in prompt_logprobs]
         message.prompt_logprobs = np.array(values, np.float32).tobytes()
+    if likely is not None:
+        top, count = message.topk_prompt_logprobs, max(map(len, likely))
+        filled = [[*found, *[NO_TOKEN] * (count - len(found))] for found in likely]
+        top.k, top.length = count, len(filled)
+        top.token_ids = np.array([[id for id, _ in row] for row in filled], np.int32).tobytes()
+        top.logprobs = np.array([[value for _, value in row] for row in filled], np.float32).tobytes()
     return message.SerializeToString(deterministic=True)
 
 
@@ -335,4 +345,11 @@ def sampled_json(answer: bytes) -> dict[str, Any]:
     if message.HasField("prompt_logprobs"):
         values = np.frombuffer(message.prompt_logprobs, np.float32).tolist()
         found["prompt_logprobs"] = [None if np.isnan(value) else value for value in values]
+    if message.HasField("topk_prompt_logprobs"):
+        top = message.topk_prompt_logprobs
+        ids, values = np.frombuffer(top.token_ids, np.int32), np.frombuffer(top.logprobs, np.float32)
+        flat = iter(zip(ids.tolist(), values.tolist(), strict=True))
+        rows = [list(itertools.islice(flat, top.k)) for _ in range(top.length)]
+        rows = [[pair for pair in row if pair != NO_TOKEN] for row in rows]
+        found["topk_prompt_logprobs"] = [row or None for row in rows]
     return found

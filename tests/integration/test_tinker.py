@@ -5,6 +5,7 @@ The loops of tinker-cookbook, with the real client, run where CAIRN_TINKER_PYTHO
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from tiny import write_example
 pytestmark = pytest.mark.timeout(900)
 
 SAMPLES = ([10, 20, 30, 40, 50], [7, 8, 9])
-PROMPT, TOKENS = [11, 22, 33], 6
+PROMPT, TOKENS, VOCABULARY = [11, 22, 33], 6, 102
 COOKBOOK = os.environ.get("CAIRN_TINKER_PYTHON")
 MODEL = "Qwen/Qwen3.5-9B-Base"
 """The name by which the cookbook's loops ask for their model."""
@@ -116,6 +117,22 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     scores = sample(client, found["second"], 1, tokens=tokens, prompt_logprobs=True)["prompt_logprobs"]
     assert scores[0] is None
     assert scores[1:] == pytest.approx(expected, abs=1e-4)
+    wanted = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "topk_prompt_logprobs": 3}
+    likely = sample(client, found["second"], 2, tokens=tokens, **wanted)
+    assert likely["prompt_logprobs"] == [*[None] * (len(tokens) - 2), *scores[-2:]]
+    tops = likely["topk_prompt_logprobs"]
+    assert [len(one or ()) for one in tops] == [*[0] * (len(tokens) - 2), 3, 3]
+    for place in (-2, -1):
+        ids, values = zip(*tops[place], strict=True)
+        rows = [datum([*tokens[:place], id]) for id in range(VOCABULARY)]
+        of_all = {"data": rows, "loss_fn": "cross_entropy"}
+        every = client.result(client.call("forward", model, forward_input=of_all))["loss_fn_outputs"]
+        last = [one["logprobs"]["data"][-1] for one in every]
+        assert values == pytest.approx(sorted(last, reverse=True)[:3], abs=1e-4)
+        assert [last[id] for id in ids] == pytest.approx(values, abs=1e-4)
+    alone = sample(client, base, 2, topk_prompt_logprobs=1)
+    assert "prompt_logprobs" not in alone
+    assert [len(one or ()) for one in alone["topk_prompt_logprobs"]] == [0, 1, 1]
 
     (supervised,) = (
         process
@@ -134,10 +151,60 @@ def test_clients_sample_what_they_have_trained(service: Sampling):
     for name, one in found.items():
         assert sample(client, one, 5)["sequences"] == answers[name]["sequences"]
     assert sample(client, base, 5)["sequences"] == plain["sequences"]
+    for reason, more in (
+        ("prompt logprobs of 21, which is greater than max allowed: 20", {"topk_prompt_logprobs": 21}),
+        ("topk_prompt_logprobs = -1 is not a number", {"topk_prompt_logprobs": -1}),
+        ("prompt_logprobs_last_n = 3: it goes with", {"prompt_logprobs": True, "prompt_logprobs_last_n": 3}),
+        ("topk_sample_logprobs = 2: a sample's logprobs are", {"topk_sample_logprobs": 2}),
+    ):
+        with pytest.raises(ServiceRefusal, match=reason):
+            sample(client, base, 9, **more)
     wrong = {"top_k = 3": {"top_k": 3}, "stop = ": {"stop": []}, "max_tokens = 0": {"max_tokens": 0}}
     for reason, how in wrong.items():
         with pytest.raises(ServiceRefusal, match=reason):
             sample(client, base, 9, how=how)
+
+
+PUBLIC = """
+import json
+import tinker
+from tinker import types
+service = tinker.ServiceClient()
+client = service.create_lora_training_client("tiny", rank=4, seed=0)
+inputs = {"target_tokens": [11, 12, 13], "logprobs": [-1.0, -2.0, -3.0], "advantages": [0.5, 0.0, -0.5]}
+found = {}
+clips = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+for loss, config in (("dro", {"beta": 0.1}), ("gspo", clips)):
+    more = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss == "gspo" else {}
+    data = [types.Datum(types.ModelInput.from_ints([10, 11, 12]), inputs | more)]
+    found[loss] = client.forward_backward(data, loss, config).result().metrics["loss:sum"]
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+sampler = client.save_weights_and_get_sampling_client()
+prompt, how = types.ModelInput.from_ints([10, 11, 12, 13]), types.SamplingParams(max_tokens=2)
+asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "prompt_logprobs_last_n": 2}
+answer = sampler.sample(prompt, 1, how, **asked).result()
+found |= {"own": answer.prompt_logprobs, "top": answer.topk_prompt_logprobs}
+service.close("success").result()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(COOKBOOK is None, reason="CAIRN_TINKER_PYTHON names no Python that has tinker")
+def test_the_public_client_reads_what_it_asks_for(service: Sampling):
+    done = subprocess.run(
+        [str(COOKBOOK), "-c", PUBLIC],
+        env=service.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(math.isfinite(found[loss]) and found[loss] for loss in ("dro", "gspo"))
+    assert found["own"][:2] == found["top"][:2] == [None, None]
+    for own, top in zip(found["own"][2:], found["top"][2:], strict=True):
+        assert len(top) == 3
+        assert own <= top[0][1] == max(value for _, value in top)
 
 
 @pytest.mark.skipif(COOKBOOK is None, reason="CAIRN_TINKER_PYTHON names no Python that has tinker-cookbook")

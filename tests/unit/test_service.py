@@ -30,8 +30,9 @@ from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
 from cairn.service.ledger import ServiceCall, ServiceLedger
+from cairn.service.losses import LOSSES
 from cairn.service.sampler import SampleServer
-from cairn.service.trainees import LOSSES, AdamStep, AdapterBase, ClientModel
+from cairn.service.trainees import AdamStep, AdapterBase, ClientModel
 from cairn.service.wire import MESSAGES, CallRefused, Datum, Pass, passed_json, read_pass
 from cairn.service.worker import CallWorker
 from cairn.trainer.group import RankGroup
@@ -164,13 +165,20 @@ def test_logprobs_are_the_models_own_of_any_targets(base: AdapterBase):
     assert all(parameter.grad is None for parameter in base.plain.state.policy.trained().values())
 
 
+SIDES = (("low", 0.8), ("high", 1.2))
+
+
 @pytest.mark.parametrize(
     ("loss", "config"),
-    [("importance_sampling", None), ("ppo", None), ("ppo", {"clip_high_threshold": 1.05}), ("cispo", None)],
+    [
+        *(("importance_sampling", None), ("ppo", None), ("ppo", {"clip_high_threshold": 1.05})),
+        *(("cispo", None), ("dro", {"beta": 0.3})),
+        ("gspo", {"clip_low_threshold": 0.98, "clip_high_threshold": 1.02}),
+    ],
 )
 def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterBase, loss: str, config: Any):
     """That of cross_entropy with weights -dL/dlogp, where L is written down here once more."""
-    assert {"cross_entropy", "importance_sampling", "ppo", "cispo"} == LOSSES.keys()
+    assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"} == LOSSES.keys()
     draw = np.random.default_rng(7)
     model = model_of(base)
     given: dict[str, Any] = {"advantages": [draw.normal(size=n) * (np.arange(n) > 1) for n in (6, 11, 4, 17)]}
@@ -179,17 +187,22 @@ def test_losses_of_policies_have_the_gradient_of_their_definition(base: AdapterB
     given["logprobs"] = [
         (p.detach() + 0.4 * torch.from_numpy(draw.normal(size=len(p)))).numpy() for p in logprobs
     ]
-    low, high = 0.8, (config or {}).get("clip_high_threshold", 1.2)
+    if loss == "gspo":
+        given["sequence_ratio_mask"] = [np.arange(len(p)) > 2 for p in logprobs]
+    low, high = ((config or {}).get(f"clip_{side}_threshold", usual) for side, usual in SIDES)
     total = torch.zeros(())
     for p, old, advantages in zip(logprobs, given["logprobs"], given["advantages"], strict=True):
         ratio, a = (
             (p - torch.tensor(old, dtype=torch.float32)).exp(),
             torch.tensor(advantages, dtype=torch.float32),
         )
+        of_sample = ratio.detach()[3:].log().mean().exp() * (p - p.detach()).exp()
         terms = {
             "importance_sampling": ratio * a,
             "ppo": torch.minimum(ratio * a, ratio.clamp(low, high) * a),
             "cispo": ratio.detach().clamp(max=high) * a * p,
+            "dro": p * a - 0.3 / 2 * ratio.log().square(),
+            "gspo": torch.minimum(of_sample * a, of_sample.clamp(low, high) * a),
         }
         total = total - terms[loss].sum()
     total.backward()
@@ -531,7 +544,11 @@ def test_what_nobody_needs_of_calls_is_forgotten(base: AdapterBase, tmp_path: Pa
 
 
 REFUSED = [
-    ({"data": [datum([1, 2, 3])], "loss_fn": "dro"}, "loss_fn 'dro': this service has cross_entropy, "),
+    (
+        {"data": [datum([1, 2, 3])], "loss_fn": "stable_reinforce"},
+        "loss_fn 'stable_reinforce': this service has cross_entropy, ",
+    ),
+    ({"data": [datum([1, 2, 3])], "loss_fn": "dro"}, "loss_fn_config: dro needs beta, which has no default"),
     (
         {"data": [datum([1, 2, 3])], "loss_fn": "ppo"},
         r"data\[0\]: logprobs is missing, and model_input has 2",
