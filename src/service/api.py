@@ -143,6 +143,7 @@ class ServiceApi:
             app.router.add_get(ROOT + path, self._known(handler))
         delete = "/training_runs/{model}/checkpoints/{checkpoint:.+}"
         app.router.add_delete(ROOT + delete, self._known(self._delete))
+        app.router.add_route("*", ROOT + "/{rest:.*}", self._known(self._not_there))
         return app
 
     def _known(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -177,6 +178,11 @@ class ServiceApi:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def _not_there(self, request: web.Request, tenant: TenantConfig) -> web.Response:
+        raise CallRefused(
+            f"{request.method} {request.path}: this service does not have this part of the API", 404
+        )
 
     async def _ok(self, _: web.Request, tenant: TenantConfig) -> web.Response:
         """A sample that a client has given up goes on: its answer is kept like others."""

@@ -8,6 +8,7 @@ memory. Nothing else changes, and whatever the client sends next ends that.
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 
@@ -69,7 +70,10 @@ class SessionWatch:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(min(self._timeout / 4, MOST_SECONDS))
-            await self.leave_silent(time.monotonic())
+            try:
+                await self.leave_silent(time.monotonic())
+            except sqlite3.Error as error:  # such as a full disk; the next look tries again
+                logger.warning("the ledger can't be told which clients are away: %s", error)
 
     async def leave_silent(self, now: float) -> None:
         """Note as away who has given no sign for long enough at `now`, and waits for no answer."""
@@ -79,7 +83,11 @@ class SessionWatch:
                 if now - sign <= self._timeout:
                     continue
                 del self._signs[session]  # whoever comes now waits until the ledger knows
-                models = await asyncio.to_thread(self._ledger.leave_session, session)
+                try:
+                    models = await asyncio.to_thread(self._ledger.leave_session, session)
+                except sqlite3.Error:
+                    self._signs[session] = sign
+                    raise
                 if models is None:
                     self._signs[session] = now
                     continue

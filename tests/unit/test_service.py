@@ -582,6 +582,8 @@ def test_what_can_not_be_computed_is_refused_and_changes_nothing(base: AdapterBa
             text = client.call("forward_backward", model, forward_backward_input=what)
             with refused(0, reason):
                 client.result(text)
+        with refused(404, "POST /api/v1/create_custom_loss: this service does not have this part"):
+            client.post("create_custom_loss")
         client.result(client.passes(model, texts(3)))  # whose gradients go with the update that fails
         with refused(0, "beta1 = 2 is not a number from 0 to below 1"):
             client.result(client.step(model, beta1=2))
