@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import draws
 import httpx
 import openai
 import pytest
@@ -620,7 +621,7 @@ class Agent:
         return float(len(messages[-2]["content"]))
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", draws.cases(list(ALL_WAYS), "ways", 3))
 def test_a_rollout_through_the_endpoint_is_the_one_with_the_model_itself(way: str, tmp_path: Path):
     """Token for token, as one branch; also where whoever records a turn is killed, again and again."""
     direct = complete(runner(tmp_path / "direct", Agent(None), Servers()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -69,7 +70,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", draws.cases(range(8), "evaluations", 3))
 def test_each_policy_that_is_due_is_evaluated_once_whoever_dies(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
 ):

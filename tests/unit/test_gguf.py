@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 import torch
@@ -193,7 +194,7 @@ def test_programs_compute_the_same(family: str, step: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"], indirect=True)
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+@pytest.mark.parametrize("kind", draws.cases(["F16", "BF16", "Q8_0"], "smaller types", 1))
 def test_smaller_types(step: Path, tmp_path: Path, kind: str):
     """Matrices are in the type asked for, and vectors float32; what is computed is as near as the type."""
     options = WriteOptions(quantize="q8_0") if kind == "Q8_0" else WriteOptions(dtype=kind)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import draws
 import pytest
 from runs import forking_commands
 
@@ -130,7 +131,7 @@ def end_of(process: subprocess.Popen, record: Path, log: Path) -> str:
 
 
 @pytest.mark.parametrize(("threads", "environment"), [(1, "Poisonous"), (0, "Poisonous"), (3, "Later")])
-@pytest.mark.parametrize(("poison", "reason", "deaths"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("poison", "reason", "deaths"), draws.cases(CASES, "poison", 5))
 def test_a_poisonous_call_fails_after_its_tries_and_the_others_do_not(
     tmp_path: Path, poison: str, reason: str, deaths: int, threads: int, environment: str
 ):

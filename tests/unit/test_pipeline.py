@@ -393,7 +393,7 @@ def edit(ledger: Path, how: str) -> None:
         database.executescript(change)
 
 
-@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("how", draws.cases(list(EDITS), "edited between", 6))
 def test_a_ledger_that_was_edited_trains_no_prompt_twice(
     configuration: OrchestratorConfig, tmp_path: Path, how: str
 ):
@@ -437,7 +437,7 @@ def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatc
     return report
 
 
-@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("how", draws.cases(list(EDITS), "edited meanwhile", 6))
 def test_a_ledger_that_is_edited_under_the_run_trains_no_prompt_twice(
     configuration: OrchestratorConfig, tmp_path: Path, how: str
 ):

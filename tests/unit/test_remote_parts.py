@@ -351,7 +351,7 @@ def test_files_that_the_newest_step_has_are_copied_there(
 
 
 @pytest.mark.parametrize("next_step", [changed, unchanged])
-@pytest.mark.parametrize("problem", ["damaged", "gone", "silent", "refused"])
+@pytest.mark.parametrize("problem", draws.cases(["damaged", "gone", "silent", "refused"], "copies", 2))
 def test_copies_that_do_not_succeed_are_sent(
     remote: RemoteStore,
     network: BadNetwork,

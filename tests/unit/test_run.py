@@ -502,7 +502,7 @@ def _set_role(path: Path, role: str) -> None:
 
 def test_roles_do_not_overwrite_each_other(run: RunDirectory):
     """roles.json holds all of them, although each process writes it."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     names = [f"role{i}" for i in range(4)]
     processes = [context.Process(target=_set_role, args=(run.path, name)) for name in names]
     for process in processes:
