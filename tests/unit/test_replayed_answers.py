@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import recorded_runs
 from recorded_runs import ATTEMPT, begin, keep
@@ -16,6 +17,8 @@ from cairn.config.shared import RolloutKey
 from cairn.inference.client import ServerStatus
 from cairn.inference.servers import refuse_in_use
 from cairn.launch.main import ckpt
+from cairn.orchestrator.rollout_log import installed_vllm
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt, PolicyName
 from cairn.run.seeds import derive
@@ -187,6 +190,19 @@ def test_answers_of_lost_policies_are_refused(run: Path):
     with pytest.raises(UsageError, match=r"--rollout 3/1/0: there is no such rollout.*steps 1 to 4 are kept"):
         RolloutReplay(recorded, [RolloutKey(3, 1, 0)])
     assert drawn_rollouts(recorded, 5, 0) == [(3, 24, 0)]
+
+
+def test_what_is_other_than_then_is_named(run: Path):
+    """The version of vLLM, if the run started its servers; of others nobody knows it."""
+    path, key = run / "rollouts" / "step_3.parquet", RolloutKey(3, 24, 0)
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"vllm": b"0.1"}), path)
+    assert (
+        "whose settings it has not recorded" in RolloutReplay(RecordedRun.local(run), [key]).changes(key)[-1]
+    )
+    RunDirectory(run).set_role("inference", "done")
+    (changed,) = RolloutReplay(RecordedRun.local(run), [key]).changes(key)
+    assert changed == f"vllm 0.1 -> {installed_vllm()}"
 
 
 def test_weights_are_a_checkpoints_of_the_same_run_and_branch(run: Path):

@@ -202,10 +202,11 @@ class RolloutReplayed:
         far = [one for one in wrong if one.logprobs and one.mean > one.allowed]
         if far:
             at = far[0]
+            first = next(i for i, distance in enumerate(at.apart) if distance > at.allowed)
             return (
-                f"from token {at.span.start} of turn {at.span.turn} on, the run's server computed other "
-                "logprobs than the policy gives: it had other weights (one flipped bit is enough), or "
-                "computed wrongly"
+                f"from token {at.span.start + first} of turn {at.span.turn} on, the run's server computed "
+                "other logprobs than the policy gives: it had other weights (one flipped bit is enough), or "
+                "computed wrongly, or what is recorded was altered"
             )
         if any(one.parted is not None for one in wrong):
             return (

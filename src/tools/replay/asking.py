@@ -13,7 +13,7 @@ from cairn.inference.server import AddressUnusable, ServerFailed
 from cairn.inference.servers import REPLAYED, GivenServers, OwnServer, Servers, free_port
 from cairn.inference.vllm_command import serves_on_gpus
 from cairn.model.adapters import is_adapter
-from cairn.orchestrator.rollout_log import KeptRollouts
+from cairn.orchestrator.rollout_log import KeptRollouts, installed_vllm
 from cairn.policy.errors import ServerUnavailable
 from cairn.policy.generation import SamplingParams, ServedAdapter
 from cairn.run.errors import UsageError
@@ -50,11 +50,11 @@ class RolloutReplay:
         """
         self.run = run
         self.policies = KeptPolicies(run)
-        kept = kept_rollouts(run.run.path)
+        self._kept = kept_rollouts(run.run.path)
         self.then = {key: SamplingThen.of(run, key.step) for key in keys}
         self.spans: dict[RolloutKey, list[SampledSpan]] = {}
         for key in keys:
-            self.spans[key] = found = spans_of(recorded_rollout(kept, key), self.then[key])
+            self.spans[key] = found = spans_of(recorded_rollout(self._kept, key), self.then[key])
             if not found:
                 raise UsageError(f"--rollout {key}: no token was sampled for it")
             if not self._needed(key):
@@ -130,7 +130,7 @@ class RolloutReplay:
         bound: float | None,
     ) -> list[RolloutReplayed]:
         found = {
-            key: RolloutReplayed(key, OWN if status is None else url, [], changes=self._changes(key))
+            key: RolloutReplayed(key, OWN if status is None else url, [], changes=self.changes(key))
             for key in self.spans
         }
         asked: dict[int, SpanReplayed] = {}  # by the span's id
@@ -165,12 +165,17 @@ class RolloutReplay:
         alike = then.own and not given and not serves_on_gpus() and then.server.threads == 1
         return alike and published and not merged and span.first and span.seed is not None
 
-    def _changes(self, key: RolloutKey) -> list[str]:
+    def changes(self, key: RolloutKey) -> list[str]:
         """What is other than at the time of a rollout's step, in words."""
         step = next((one for one in self.run.saved if one >= key.step), None)
         changed = self.run.checkpoints.manifest(step).changed_versions() if step is not None else {}
         changes = [f"{name} {was} -> {here}" for name, (was, here) in changed.items()]
-        return changes if self.then[key].own else [*changes, GIVEN_THEN]
+        if not self.then[key].own:
+            return [*changes, GIVEN_THEN]
+        origin, here = self._kept.origin(key.step), installed_vllm()
+        if origin is not None and origin.vllm not in ("", here):
+            changes.append(f"vllm {origin.vllm} -> {here}")
+        return changes
 
 
 class _Asking:
