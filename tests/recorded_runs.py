@@ -416,20 +416,13 @@ def _table(step: int, prompts: int, samples: int, draw: np.random.Generator, wor
     ids = pa.array(draw.integers(0, 500, count * tokens, dtype=np.int32))
     logprobs = pa.array(-draw.random(count * tokens, dtype=np.float32))
     shown = lists(pa.array(np.ones(count * 4, np.int32)), 4)
-    of_turn = [
-        zeros,
-        zeros,
-        prompt,
-        text,
-        pa.array(["stop"] * count),
-        shown,
-        lists(ids, tokens),
-        lists(logprobs, tokens),
-        lists(versions, 1),
-    ]
-    turns = pa.StructArray.from_arrays(
-        of_turn, names=[one.name for one in SCHEMA.field("turns").type.value_type]
-    )
+    of_turn = {
+        "branch": zeros, "kept": zeros, "call": pa.nulls(count, pa.int32()), "prompt": prompt, "text": text,
+        "finish_reason": pa.array(["stop"] * count), "prompt_ids": shown, "token_ids": lists(ids, tokens),
+        "logprobs": lists(logprobs, tokens), "versions": lists(versions, 1),
+    }  # fmt: skip
+    fields = SCHEMA.field("turns").type.value_type
+    turns = pa.StructArray.from_arrays([of_turn[field.name] for field in fields], fields=list(fields))
     columns = {
         "step": pa.array(np.full(count, step)), "place": pa.array(np.repeat(places, samples)),
         "sample": pa.array(np.tile(np.arange(samples, dtype=np.int32), prompts)),
