@@ -57,7 +57,7 @@ WITHOUT_TORCH = ("transformers.models.auto.tokenization_auto", "awscrt.checksums
 """What preflight needs beside our modules. It must not have torch, and then transformers is another one."""
 WRITER = "checkpoint.saving.writer"
 OF_LAUNCH = ("launch.roles", "launch.branches.process", "launch.ray.worker_process")
-FORKED = (*OF_LAUNCH, "inference.supervised", PREFLIGHT, WRITER)
+FORKED = (*OF_LAUNCH, "inference.supervised", "service.helper_process", PREFLIGHT, WRITER)
 """Modules of ours that are forked if they run as `python -m`."""
 AT_ANY_TIME = (
     *("PATH", "UV_", "CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_"),

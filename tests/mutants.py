@@ -174,6 +174,20 @@ MUTANTS = (
         "torch.where(inputs.mask, values, 0.0)",
         "test_service",
     ),
+    M(
+        "a worker gets the weights that a model has now",
+        "PassHelper.ask",
+        "if self._has.get(kind) is not model.values:",
+        "if kind not in self._has:",
+        "test_service",
+    ),
+    M(
+        "the gradients of all shares count",
+        "ClientModel.compute",
+        "self._add(one.gradients)",
+        "self._add(one.gradients if one is answers[0] else {})",
+        "test_service",
+    ),
     # Steps in memory
     M(
         "a step in memory is no longer whole before its bytes change",

@@ -69,8 +69,11 @@ class ServiceConfig(CommandConfig):
     """Folder of the ledger, the models' states and checkpoints; the same command goes on with it."""
     seed: int = Field(default=0, ge=0)
     """Seed of what clients leave open: first values of adapters without a seed, and samples without one."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that compute passes side by side, each with the base in its memory (and on GPUs with a GPU of
+    its own); another number changes the last bits of results."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads that train; another number changes the last bits of results."""
+    """CPU threads of each worker; another number changes the last bits of results."""
     seq_len: int = Field(default=4096, ge=2)
     """Maximum tokens of a sample, its last target included; longer ones are refused."""
     micro_batch_tokens: int | None = Field(default=None, ge=2)

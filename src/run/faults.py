@@ -43,6 +43,7 @@ POINTS = {
     "branches.before_record": "`rl --branch`, before it is recorded which branches go on, or that one ends",
     "branches.recorded": "`rl --branch`, when that is recorded, and before anything follows from it",
     "service.received": "`service`, when a call is in the ledger, and the client does not know yet",
+    "service.share": "a worker of `service`, when it has got a share of a pass, and has not computed it",
     "service.executed": "`service`, when a call is executed, and the ledger does not know yet",
     "service.saved": "`service`, when a client's checkpoint is committed, and the ledger does not know yet",
     "service.answered": "`service`, when the answer to a call is in the ledger, before the state is saved",

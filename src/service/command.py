@@ -9,8 +9,7 @@ import os
 import secrets
 import shutil
 import socket
-import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from aiohttp import web
@@ -25,11 +24,11 @@ from cairn.run.files import make_folders
 from cairn.run.output import printable
 from cairn.run.signals import on_stop_signals
 from cairn.service.api import ServiceApi
+from cairn.service.helpers import PassHelpers
 from cairn.service.ledger import ServiceLedger
 from cairn.service.sampler import SampleServer
-from cairn.service.trainees import AdapterBase
+from cairn.service.trainees import AdapterBase, one_rank
 from cairn.service.worker import CallWorker
-from cairn.trainer.group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,12 @@ def serve(config: ServiceConfig, folder: Path) -> int:
     run = RunDirectory(output)
     lock(run)
     try:
-        with contextlib.closing(_listen(config)) as listener, _one_rank(config) as group:
-            base = AdapterBase(config, folder, group)
+        with (
+            contextlib.closing(_listen(config)) as listener,
+            PassHelpers(config, folder) as helpers,
+            one_rank(config) as group,
+        ):
+            base = AdapterBase(config, folder, group, helpers)
             ledger = ServiceLedger(output / LEDGER, base.digest)
             with contextlib.closing(ledger):
                 asyncio.run(_serve(config, folder, listener, base, ledger, keys))
@@ -172,19 +175,3 @@ def _listen(config: ServiceConfig) -> socket.socket:
         raise UsageError(
             f"--host {config.host} --port {config.port}: {error.strerror}{taken}; give another --port"
         ) from None
-
-
-@contextlib.contextmanager
-def _one_rank(config: ServiceConfig) -> Generator[RankGroup]:
-    """This process as the one rank of a group."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if sys.platform == "linux":
-        place["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ |= place
-    group = RankGroup.join(threads=config.threads, deterministic=True)
-    try:
-        yield group
-    finally:
-        group.leave()

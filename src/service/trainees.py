@@ -4,9 +4,14 @@ They are made of the trainer's parts: its loading and laying out of models, pack
 checkpoints. A model here knows nothing of clients or calls.
 """
 
+import contextlib
+import functools
 import importlib.metadata
 import math
-from collections.abc import Mapping, Sequence
+import os
+import socket
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,9 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.batches import TARGETS, Sample
 from cairn.run.files import make_folders, sync
 from cairn.run.seeds import derive
+from cairn.service.helpers import PassHelpers
 from cairn.service.losses import COLUMNS, ServedLoss, inputs_of, loss_of
+from cairn.service.shares import PassShare, ShareAnswer
 from cairn.service.wire import CallRefused, Datum, Pass, passed
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import Adapter, adapter_beside, make_adapter
@@ -69,10 +76,12 @@ class AdamStep:
 class ClientModel:
     """One adapter with its optimiser, and the gradients that have come since the last update."""
 
-    def __init__(self, state: TrainerState, folder: Path):
-        """Take a state whose adapter has its first values; `folder`: the base's."""
-        self.state = state
-        self._folder = folder
+    def __init__(self, state: TrainerState, base: "AdapterBase", lora: Mapping[str, Any]):
+        """Take a state whose adapter has its first values; `lora`: what it was made of."""
+        self.state, self.lora = state, lora
+        self._base = base
+        self.values = object()
+        """Another one whenever the weights are others."""
         self._samples, self._tokens = 0, 0
         """What the gradients that are there have come of."""
 
@@ -93,44 +102,94 @@ class ClientModel:
         Raises:
             CallRefused: the request does not fit, and nothing was computed.
         """
-        served, loss = loss_of(request)
-        state, config = self.state, self.state.config
-        samples = [self._sample(one, served, place) for place, one in enumerate(request.data)]
-        if not samples:
+        served, _ = loss_of(request)
+        config, data, count = self.state.config, request.data, self._base.helpers.processes
+        lengths = [len(self._sample(one, served, place).token_ids) for place, one in enumerate(data)]
+        if not data:
             raise CallRefused("data: there is none")
         groups = group_rows(
-            [len(one.token_ids) for one in samples],
+            lengths,
             row_length=config.seq_len,
             rows_each=config.rows,
             tokens=config.micro_batch_tokens,
-            arrange=state.scorer.rows.arrange,
+            arrange=self.state.scorer.rows.arrange,
+            ranks=count,
         )
-        columns = sorted(samples[0].columns)
+        dealt = [dict(list(enumerate(groups))[first::count]) for first in range(count)]
+        how = (request.loss_fn, request.config, request.forward_only, number)
+        shares = [
+            PassShare(*how, {place: data[place] for group in own.values() for place in _flat(group)}, own)
+            for own in dealt
+        ]
+        answers = self._base.helpers.compute(self, self._base.digest, shares)
+        if not request.forward_only:
+            self._samples += len(data)
+            self._tokens += sum(lengths)
+            for one in answers:
+                self._add(one.gradients)
+        losses = {index: loss for one in answers for index, loss in one.losses.items()}
+        total = np.cumsum([losses[index] for index in range(len(groups))], dtype=np.float64)[-1]
+        logprobs = {place: values for one in answers for place, values in one.logprobs.items()}
+        return passed([logprobs[place] for place in range(len(data))], {"loss:sum": float(total)})
+
+    def compute_share(self, share: PassShare) -> ShareAnswer:
+        """Compute micro-batches of a pass; the gradients that are there stay as they are."""
+        if not share.groups:
+            return ShareAnswer({}, {}, {})
+        state, config = self.state, self.state.config
+        served, loss = loss_of(Pass("", None, [], share.loss_fn, share.config))
+        samples = {place: self._sample(one, served, place) for place, one in share.data.items()}
+        columns = sorted(next(iter(samples.values())).columns)
         micros = [
             fill_rows([[samples[i] for i in row] for row in group], index, columns)
-            for index, group in enumerate(groups)
+            for index, group in share.groups.items()
         ]
         found: dict[int, torch.Tensor] = {}
 
         def forward(micro: MicroBatch) -> torch.Tensor:
-            state.group.seed(derive(config.seed, "dropout", number, micro.index))
+            state.group.seed(derive(config.seed, "dropout", share.number, micro.index))
             return state.scorer.logprobs(micro, 1.0)
 
         def sums(micro: MicroBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            for place, values in zip(_flat(groups[micro.index]), _by_sample(micro, logprobs), strict=True):
+            places = _flat(share.groups[micro.index])
+            for place, values in zip(places, _by_sample(micro, logprobs), strict=True):
                 found[place] = values.detach()
             total = loss(inputs_of(micro, logprobs)).loss
             return total, total.detach()
 
-        if request.forward_only:
+        gradients: dict[str, torch.Tensor] = {}
+        if share.forward_only:
             with scoring(state.scorer):
                 losses = [sums(m, forward(m))[1] for m in (micro.to(state.group.device) for micro in micros)]
         else:
-            losses = state.backend.forward_backward(state.policy, micros, forward, sums)
-            self._samples += len(samples)
-            self._tokens += sum(len(one.token_ids) for one in samples)
-        total = torch.stack(losses).double().cumsum(0)[-1].item()
-        return passed([found[place].cpu().numpy() for place in range(len(samples))], {"loss:sum": total})
+            trained = state.policy.trained()
+            before = {name: one.grad for name, one in trained.items()}
+            state.policy.optimizer.zero_grad(set_to_none=True)
+            try:
+                losses = state.backend.forward_backward(state.policy, micros, forward, sums)
+                gradients = {name: one.grad.cpu() for name, one in trained.items() if one.grad is not None}
+            finally:
+                for name, one in trained.items():
+                    one.grad = before[name]
+        sums_of = {micro.index: loss.item() for micro, loss in zip(micros, losses, strict=True)}
+        return ShareAnswer({place: one.cpu().numpy() for place, one in found.items()}, sums_of, gradients)
+
+    def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to those that are there."""
+        trained = self.state.policy.trained()
+        for name, one in gradients.items():
+            there, new = trained[name].grad, one.to(trained[name].device)
+            trained[name].grad = new if there is None else there + new
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those of the adapter, on the CPU."""
+        return {name: one.detach().cpu() for name, one in self.state.policy.trained().items()}
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Have the adapter's weights be what `weights` of another process has given."""
+        for name, one in self.state.policy.trained().items():
+            one.copy_(weights[name])
 
     def _sample(self, datum: Datum, served: ServedLoss, place: int) -> Sample:
         """The tokens of a datum and its last target, with what the loss needs of each of them.
@@ -189,6 +248,7 @@ class ClientModel:
         for group in optimizer.param_groups:
             group |= {"betas": (how.beta1, how.beta2), "eps": how.eps, "weight_decay": how.weight_decay}
         state.backend.step(state.policy, how.learning_rate)
+        self.values = object()
         state.progress.step += 1
         state.progress.total_samples += self._samples
         state.progress.total_tokens += self._tokens
@@ -225,9 +285,8 @@ class ClientModel:
             OSError: a file can't be written.
         """
         state, policy = self.state, self.state.policy
-        files = {
-            f"model/{n}": c for n, c in {**companions(policy.module, self._folder), **policy.beside()}.items()
-        }
+        beside = {**companions(policy.module, self._base.folder), **policy.beside()}
+        files = {f"model/{name}": content for name, content in beside.items()}
         if training:
             record = TrainerRecord(
                 progress=asdict(state.progress),
@@ -264,6 +323,7 @@ class ClientModel:
             Damaged: a file is not as it was written.
         """
         self.drop_gradients()
+        self.values = object()
         self.state.policy.optimizer.state.clear()
         if training:
             self.state.load(folder)
@@ -277,23 +337,27 @@ class ClientModel:
 class AdapterBase:
     """The base in memory, proven to compute rightly, and what makes adapters of it."""
 
-    def __init__(self, config: ServiceConfig, folder: Path, group: RankGroup):
+    def __init__(self, config: ServiceConfig, folder: Path, group: RankGroup, helpers: PassHelpers):
         """Read the base in `folder`.
+
+        Args:
+            helpers: what computes shares of passes beside this process.
 
         Raises:
             UsageError: the model can't be trained rightly.
             CheckpointError, Damaged: its files are not in order.
         """
         self._config, self._group = config, group
-        self.folder = folder
-        settings = self._settings({"rank": 1, "seed": config.seed})
+        self.folder, self.helpers = folder, helpers
+        lora = {"rank": 1, "seed": config.seed}
+        settings = self._settings(lora)
         first = make_adapter(folder, settings, group)
         first.begin(folder)
         self._first = first
-        self.plain = self._checked(first, settings)
+        self.plain = self._checked(first, settings, lora)
         """An adapter of zeros, with which servers compute what the base does."""
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Names the base by its files."""
         record = self._first.base
@@ -311,12 +375,12 @@ class AdapterBase:
         settings = self._settings(lora)
         adapter = adapter_beside(self._first, self.folder, settings, self._group)
         adapter.draw()
-        return self._checked(adapter, settings)
+        return self._checked(adapter, settings, lora)
 
-    def _checked(self, adapter: Adapter, settings: SFTConfig) -> ClientModel:
+    def _checked(self, adapter: Adapter, settings: SFTConfig, lora: Mapping[str, Any]) -> ClientModel:
         state = TrainerState(settings, self._group, {POLICY: adapter}, TrainerProgress())
         state.check_model()
-        return ClientModel(state, self.folder)
+        return ClientModel(state, self, lora)
 
     def _settings(self, lora: Mapping[str, Any]) -> SFTConfig:
         config = self._config
@@ -342,6 +406,22 @@ class AdapterBase:
                 "lora": {"rank": lora["rank"], "alpha": config.lora_alpha, "targets": targets},
             }
         )
+
+
+@contextlib.contextmanager
+def one_rank(config: ServiceConfig, device: int = 0) -> Generator[RankGroup]:
+    """This process as the one rank of a group, with the GPU of this number if there are any."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if sys.platform == "linux":
+        place["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {**place, "LOCAL_RANK": str(device)}
+    group = RankGroup.join(threads=config.threads, deterministic=True)
+    try:
+        yield group
+    finally:
+        group.leave()
 
 
 def _is_attention(name: str) -> bool:

@@ -32,6 +32,7 @@ def test_a_service_that_is_killed_at_each_point_goes_on_to_the_bit(shell: Shell,
     faulty = {"CAIRN_FAULT": ",".join(FAULTS), "CAIRN_FAULT_ONCE": str(once)}
     arguments = ("cairn", "service", "@", f"{CONFIGS}/service.toml", "--port", port, "--output-dir", out)
     arguments = (*arguments, "--sampling", "off", "--state-interval", 2)
+    arguments = (*arguments, "--workers", 2, "--micro-batch-tokens", 16)
     found: list[list[Any]] = []
     with Revived(shell, arguments, faulty) as service:
         key = service.command.wait_until(lambda: read_key(out / "key"))

@@ -53,6 +53,7 @@ ENTRIES = {
     "launch/ray/worker_process.py",
     "launch/slurm/servers_of_node.py",
     "launch/slurm/wait_for_nodes.py",
+    "service/helper_process.py",
 }
 """Programs, and what another program names by its path."""
 DOORS = ("cairn", "cairn.__main__")

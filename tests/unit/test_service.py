@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
+import signal
 import socket
 import sqlite3
 import threading
@@ -29,6 +31,7 @@ from cairn.config.service import ServiceConfig, TenantConfig
 from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
+from cairn.service.helpers import PassHelper, PassHelpers
 from cairn.service.ledger import ServiceCall, ServiceLedger
 from cairn.service.losses import LOSSES
 from cairn.service.sampler import SampleServer
@@ -54,7 +57,7 @@ def settings(folder: Path, **given: Any) -> ServiceConfig:
 @pytest.fixture(scope="module")
 def base(group: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> AdapterBase:
     folder = write_example(tmp_path_factory.mktemp("base"))
-    return AdapterBase(settings(folder), folder, group)
+    return AdapterBase(settings(folder), folder, group, PassHelpers(settings(folder), folder))
 
 
 class Serving:
@@ -272,6 +275,54 @@ def test_both_encodings_of_a_request_are_the_same_request():
     as_json["loss_fn_inputs"]["logprobs"]["data"][2] = -3.25
     text = json.dumps({"forward_backward_input": asked_in_json, "model_id": "m", "seq_id": 3})
     assert read_pass(text.encode(), proto=False).digest() != read[0].digest()
+
+
+def test_workers_share_passes_and_one_that_dies_changes_no_bit(
+    base: AdapterBase, group: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It dies over a share, which is computed here then; and so are shares until there is another worker."""
+    once = tmp_path / "once"
+    once.mkdir()
+    (once / "service.share:kill@2").touch()
+    monkeypatch.setenv("CAIRN_FAULT", "service.share:kill@2")
+    monkeypatch.setenv("CAIRN_FAULT_ONCE", str(once))
+    config = settings(tmp_path, workers=2, micro_batch_tokens=16)
+
+    def computed(of: AdapterBase) -> tuple[Any, dict[str, torch.Tensor]]:
+        model = model_of(of)
+        answer = model.compute(asked(5), 7)
+        model.compute(asked(6), 8)
+        return passed_json(answer), {
+            name: one.grad for name, one in model.state.policy.trained().items() if one.grad is not None
+        }
+
+    def ready(helper: PassHelper, digest: str) -> None:
+        end = time.monotonic() + 120
+        while not helper.is_ready(digest):
+            assert time.monotonic() < end, helper.log.read_text()
+            time.sleep(0.05)
+
+    with PassHelpers(config, base.folder) as helpers:
+        shared, (helper,) = AdapterBase(config, base.folder, group, helpers), helpers.each
+        alone = computed(shared)
+        ready(helper, shared.digest)
+        first = helper.pid
+        found = [computed(shared)]  # over whose second pass it dies
+        ready(helper, shared.digest)
+        assert helper.pid != first
+        assert helper.done == 1
+        found.append(computed(shared))
+        assert helper.done == 5
+        os.kill(helper.pid, signal.SIGKILL)
+        found.append(computed(shared))
+    for answer, gradients in found:
+        assert answer == alone[0]
+        assert same(gradients, alone[1])
+    expected, gradients = computed(base)
+    assert alone[0]["metrics"]["loss:sum"] == pytest.approx(expected["metrics"]["loss:sum"], rel=1e-5)
+    for name, one in gradients.items():
+        torch.testing.assert_close(alone[1][name], one, atol=1e-4, rtol=1e-3)
+    assert not list(once.iterdir())
 
 
 # What is lasting
