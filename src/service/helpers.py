@@ -30,7 +30,7 @@ LOOK_SECONDS = 1.0
 END_SECONDS = 5.0
 
 
-class Sharing(Protocol):
+class SharesPasses(Protocol):
     """A model whose passes are shared."""
 
     @property
@@ -106,7 +106,7 @@ class PassHelper(Supervised):
                 self._replace("has not read the base, or has read another one")
         return self._restart_at is None and self._base == base
 
-    def ask(self, model: Sharing, share: PassShare) -> bool:
+    def ask(self, model: SharesPasses, share: PassShare) -> bool:
         """Have it compute a share; returns whether it was there to take it."""
         about, tensors = share.message()
         kind = str(sorted(model.lora.items()))
@@ -173,7 +173,7 @@ class PassHelpers:
         """How many compute, with this one."""
         return 1 + len(self.each)
 
-    def compute(self, model: Sharing, base: str, shares: Sequence[PassShare]) -> list[ShareAnswer]:
+    def compute(self, model: SharesPasses, base: str, shares: Sequence[PassShare]) -> list[ShareAnswer]:
         """The answers to shares, in their order; the first one is computed here.
 
         Args:
