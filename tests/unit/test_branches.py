@@ -25,7 +25,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.shared import SupervisionConfig
 from cairn.inference.supervised import SupervisedServer
 from cairn.launch import main
-from cairn.launch.branches.settings import SharedByBranches, of_branch, refuse
+from cairn.launch.branches.settings import SharedByBranches, at_servers, of_branch, refuse
 from cairn.launch.branches.turns import begun, next_goal, stops
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, read_ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
@@ -167,7 +167,9 @@ def test_a_branch_is_a_run_of_its_own(tmp_path: Path):
     assert own.ckpt.dir == str(tmp_path / "elsewhere" / "a")
     assert own.orchestrator.siblings == {"b": str(tmp_path / "all" / "branches" / "b")}
     assert own.orchestrator.spared_batches == 3 + 1 + 2 * own.orchestrator.max_off_policy_steps
-    assert (own.orchestrator.branched_at, own.orchestrator.inference_url) == (3, shared.urls)
+    assert own.orchestrator.branched_at == 3
+    assert own.orchestrator.inference_url == [], "alone, it starts a server of its own"
+    assert at_servers(own, shared.urls).orchestrator.inference_url == shared.urls
     assert (own.model.name, own.trainer.model.name, own.branch) == ("/model", "/model", [])
     file = tmp_path / "written.json"
     file.write_text(own.model_dump_json())

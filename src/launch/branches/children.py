@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cairn.config.inference import InferenceConfig
@@ -20,14 +20,19 @@ PROGRAM = (sys.executable, "-m", "cairn.launch.branches.process")
 
 
 class BranchTurn:
-    """A process that takes a branch's steps up to one. Its lines are printed, behind the branch's name."""
+    """A process that takes a branch's steps up to one. Its lines are printed, behind the branch's name.
 
-    def __init__(self, branches: Branches, name: str, step: int, say: Callable[[str], None]):
+    urls: where the servers are.
+    """
+
+    def __init__(
+        self, branches: Branches, name: str, step: int, urls: Sequence[str], say: Callable[[str], None]
+    ):
         self.name = name
         self.step = step
         settings = str(branches.settings(name))
         self._process = subprocess.Popen(
-            [*PROGRAM, settings, str(step), str(os.getpid())],
+            [*PROGRAM, settings, str(step), str(os.getpid()), *urls],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """The settings of each branch of `rl --branch`, as its own run has them, and those of the servers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.config.rl import RLConfig, ServersConfig
+from cairn.config.rl import RLConfig
 from cairn.launch.plan.run_plan import RunPlan, make
 from cairn.launch.plan.steps import STEPS
 from cairn.run.branches import Branches, BranchStates
@@ -127,7 +127,7 @@ def shared_by(
 def of_branch(
     name: str, own: RLConfig, branches: Branches, shared: SharedByBranches, states: BranchStates
 ) -> RLConfig:
-    """The settings by which a branch goes on, in a folder of its own.
+    """The settings by which a branch goes on, in a folder of its own, also without the others.
 
     Args:
         own: as the command line and the branch's file give them.
@@ -136,17 +136,11 @@ def of_branch(
     siblings = [one for one in states.names if one != name and own.branches.share_answers]
     orchestrator = own.orchestrator.model_copy(
         update={
-            "inference_url": shared.urls,
             "siblings": {one: str(branches.run(one)) for one in siblings},
             "branched_at": states.since,
         }
     )
-    config = own.model_copy(
-        update={
-            **{"orchestrator": orchestrator, "branch": [], "branches": BranchesConfig()},
-            **{"inference": _unused(own.inference), "colocate": None},
-        }
-    )
+    config = own.model_copy(update={"orchestrator": orchestrator, "branch": [], "branches": BranchesConfig()})
     model = own.model if shared.model is None else ModelConfig(name=shared.model)
     ckpt = _in_folder(own.ckpt, name).model_copy(update={"resume": "auto"})
     config = config.sharing(output_dir=str(branches.run(name)), ckpt=ckpt, stop_after=None, model=model)
@@ -161,9 +155,11 @@ def store_of(name: str, own: RLConfig, branches: Branches) -> CheckpointStore:
     return CheckpointStore(RunDirectory(branches.run(name), _in_folder(own.ckpt, name).dir).checkpoints)
 
 
-def _unused(inference: ServersConfig) -> ServersConfig:
-    """The settings of servers for a run that starts none: without what plans for GPUs would look at."""
-    return inference.model_copy(update={"gpus": None, "servers": None})
+def at_servers(config: RLConfig, urls: Sequence[str]) -> RLConfig:
+    """A branch's settings with the servers of all: without what plans for GPUs would look at."""
+    orchestrator = config.orchestrator.model_copy(update={"inference_url": list(urls)})
+    inference = config.inference.model_copy(update={"gpus": None, "servers": None})
+    return config.model_copy(update={"orchestrator": orchestrator, "inference": inference, "colocate": None})
 
 
 def _in_folder(ckpt: CkptConfig, name: str) -> CkptConfig:

@@ -5,6 +5,7 @@ settings alone, and ends with a checkpoint. What was decided is in `branches.jso
 from it. So whatever is killed, the same command with `--ckpt.resume auto` does what is left to do.
 """
 
+import functools
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from cairn.launch.branches.children import BranchServers, BranchTurn
 from cairn.launch.branches.settings import (
     GOES_ON,
     SharedByBranches,
+    at_servers,
     check,
     of_branch,
     planned,
@@ -153,8 +155,7 @@ def _show(config: RLConfig, each: Mapping[str, RLConfig], branches: Branches, st
     for name, own in each.items():
         where = f"branch {name}, in {branches.run(name)}, stops after steps {', '.join(map(str, at))}"
         print(f"{where}:", file=sys.stderr, flush=True)
-        alone = of_branch(name, own, branches, shared, states).model_copy(update={"inference": own.inference})
-        plan = planned(alone)
+        plan = planned(of_branch(name, own, branches, shared, states))
         settings[name] = json.loads(settled(plan).model_dump_json())
         codes.append(explain(plan))
     print(json.dumps({"branch": settings}, indent=2), flush=True)
@@ -178,7 +179,7 @@ class BranchScheduler:
         """How often in a row a turn of each branch has ended without its last step."""
 
     def settings(self, name: str, states: BranchStates) -> RLConfig:
-        """Those by which a branch goes on."""
+        """Those by which a branch goes on, also by itself."""
         return of_branch(name, self.each[name], self.branches, self.shared, states)
 
     def step(self, name: str, states: BranchStates) -> int:
@@ -191,7 +192,10 @@ class BranchScheduler:
         Raises:
             UsageError: one could not.
         """
-        plans = {name: check(name, self.settings(name, states)) for name in states.going_on}
+        plans = {
+            name: check(name, at_servers(self.settings(name, states), self.shared.urls))
+            for name in states.going_on
+        }
         if self.config.branches.at_once > 1:
             refuse_shared_gpus(plans)
 
@@ -281,7 +285,8 @@ class BranchScheduler:
         content = self.settings(name, states).model_dump_json(indent=2)
         write_atomic(settings, content.encode(), durable=True)
         print(f"branch {name}: steps {self.step(name, states) + 1} to {goal}", flush=True)
-        return [BranchTurn(self.branches, name, goal, lambda line: print(line, flush=True))]
+        say = functools.partial(print, flush=True)
+        return [BranchTurn(self.branches, name, goal, self.shared.urls, say)]
 
     def _conclude(self, turn: BranchTurn) -> None:
         """Find out how a turn has ended; one that a signal to one of its processes has stopped stops all.
