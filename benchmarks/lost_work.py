@@ -10,6 +10,7 @@ has to help: the newest checkpoint is removed, and that is counted.
 
 - cairn: SIGKILL to all processes of the run, its server included
 - cairn, worker: SIGKILL to the trainer's worker alone; the run goes on by itself
+- cairn, worker, memory: the same, with each step in memory (`--ckpt.memory-interval 1`)
 - trl: SIGKILL to its one process
 
 Beside each disturbed run there is an undisturbed one. Of both, the trained samples, the losses and the last
@@ -46,7 +47,7 @@ from cairn.run.jsonlines import JsonLines
 from cairn.tools.chaos.processes import Family, Process, send
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SYSTEMS = ("cairn", "cairn, worker", "trl")
+SYSTEMS = ("cairn", "cairn, worker", "cairn, worker, memory", "trl")
 TRIES = 2
 """Starts that end with an error, one after the other, before somebody helps."""
 WORK_EVERY = 0.3
@@ -212,6 +213,13 @@ class CairnWorker(Cairn):
         send(signal.SIGKILL, [Process(pid, 0, 0, "")])
 
 
+class CairnMemory(CairnWorker):
+    """The same, where steps are in memory."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--ckpt.memory-interval", "1"]
+
+
 class TRL(System):
     """TRL's trainers have one process."""
 
@@ -259,7 +267,12 @@ class TRL(System):
         return [problem for step in sorted(by_step) for problem in by_step[step]]
 
 
-MAKE: dict[str, type[System]] = {"cairn": Cairn, "cairn, worker": CairnWorker, "trl": TRL}
+MAKE: dict[str, type[System]] = {
+    "cairn": Cairn,
+    "cairn, worker": CairnWorker,
+    "cairn, worker, memory": CairnMemory,
+    "trl": TRL,
+}
 SFT_BATCH, BATCH = 64, 256
 """Records in a step: of configs/reverse_text/sft.toml, and here, where steps shall take a while."""
 

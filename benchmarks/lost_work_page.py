@@ -6,9 +6,12 @@ from typing import Any
 ABOUT = {
     "cairn": "Cairn, all processes killed",
     "cairn, worker": "Cairn, the trainer's worker killed",
+    "cairn, worker, memory": "the same, with each step in memory",
     "trl": "TRL, its process killed",
 }
 TASKS = {"sft": "SFT", "rl": "RL"}
+BUSY = 4.0
+"""The mean number of processes that wanted a processor, from which others slowed the runs down."""
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -55,8 +58,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     )
     yield (
         "- *Processor seconds a kill*: how much more work all processes did than in the undisturbed run, for "
-        "each kill: starting again, and the steps that were computed again. On a machine as "
-        "busy as this one was, the same start takes up to ten more or less, so a small number may be none."
+        "each kill: starting again, and the steps that were computed again."
+        + (
+            " On a machine as busy as this one was, the same start takes up to ten more or less, so a small "
+            "number may be none."
+        )
+        * (report["load"] > BUSY)
     )
     yield (
         "- *Seconds a kill*: how much longer the run took than the undisturbed one, from the end of the "
@@ -65,8 +72,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "- *ETTR* (effective training time ratio): the time of the undisturbed run as a share of the "
         "disturbed one's. It is low because these runs take seconds if undisturbed, and a kill comes every "
-        "few of them: compare the rows, not the values with those of long runs. The machine was busy with "
-        "other work, more in some runs than in others; processor seconds depend on that less."
+        "few of them: compare the rows, not the values with those of long runs."
+        + (
+            " The machine was busy with other work, more in some runs than in others; processor seconds "
+            "depend on that less."
+        )
+        * (report["load"] > BUSY)
     )
     yield ""
     yield "## What Cairn loses, and why"
@@ -173,4 +184,11 @@ def _why(tasks: Mapping[str, Any]) -> Iterator[str]:
                 f"- **One worker, {TASKS[name]}.** If only the trainer's worker is killed, which is what a "
                 "crash in a step comes to, the others stay: "
                 f"{worker['seconds_lost_a_kill']:.0f} s and not {ours['seconds_lost_a_kill']:.0f} s a kill."
+            )
+        memory = task["systems"].get("cairn, worker, memory")
+        if worker and memory:
+            yield (
+                f"- **Steps in memory, {TASKS[name]}.** The worker that takes over goes on from the step "
+                f"before the kill: {memory['steps_again']} steps again and not {worker['steps_again']} "
+                "([steps in memory](../how-to/memory.md))."
             )

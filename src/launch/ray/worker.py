@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,19 @@ class Worker:
 
     def prepare(self, config: TrainerBase) -> None:
         """Import what training needs, at low priority because other ranks are training."""
-        in_background(partial(_import_all, config))
 
-    def import_early(self, config: TrainerBase) -> None:
-        """Begin to import what training needs, in a thread: the worker goes on to answer."""
-        self._imports = threading.Thread(target=_import_all, args=[config], name="imports", daemon=True)
+        def prepare() -> None:
+            extend_segments()
+            with importing():
+                from cairn.trainer.loop import preload
+
+                preload(config)
+
+        in_background(prepare)
+
+    def import_early(self) -> None:
+        """Begin to import what all training needs, in a thread: the worker goes on to answer."""
+        self._imports = threading.Thread(target=_import_training, name="imports", daemon=True)
         self._imports.start()
 
     def address(self) -> tuple[str, int]:
@@ -186,12 +193,10 @@ class Worker:
             heartbeat.doing("waiting for the trainer's driver", waiting=True)
 
 
-def _import_all(config: TrainerBase) -> None:
+def _import_training() -> None:
     extend_segments()
     with importing():
-        from cairn.trainer.loop import preload
-
-        preload(config)
+        import cairn.trainer.loop  # noqa: F401
 
 
 def _index_of(gpu: str | None) -> int:
@@ -239,9 +244,9 @@ class RankProcess:
         self.about = about
         return about
 
-    def import_early(self, config: TrainerBase) -> None:
-        """Have it begin to import what training needs."""
-        self._worker.import_early.remote(config)
+    def import_early(self) -> None:
+        """Have it begin to import what all training needs."""
+        self._worker.import_early.remote()
 
     def prepare(self, config: TrainerBase) -> "ray.ObjectRef[None]":
         """Have it import what training needs; the future is ready when that is done."""

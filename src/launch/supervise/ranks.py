@@ -206,7 +206,7 @@ class Ranks:
         self._reserved = ClusterPlacement(self.config)
         for rank in self._ranks:
             worker = self._reserved.start(rank.number, Path(os.devnull))
-            worker.import_early(self.config)
+            worker.import_early()
             rank.fill(worker, "is started again")
 
     def train(self, newest: Callable[[], Attempt]) -> Outcome:
