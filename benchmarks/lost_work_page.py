@@ -20,7 +20,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    where, versions = report["machine"], report["versions"]
+    where, versions, busy = report["machine"], report["versions"], report["load"] > BUSY
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "# What faults cost"
     yield ""
@@ -56,29 +56,31 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         "- *By hand*: two starts in a row ended with an error, and somebody had to remove the newest "
         "checkpoint. The time of the failed starts counts, and that of the person does not."
     )
-    yield (
+    work = (
         "- *Processor seconds a kill*: how much more work all processes did than in the undisturbed run, for "
         "each kill: starting again, and the steps that were computed again."
-        + (
+    )
+    if busy:
+        work += (
             " On a machine as busy as this one was, the same start takes up to ten more or less, so a small "
             "number may be none."
         )
-        * (report["load"] > BUSY)
-    )
+    yield work
     yield (
         "- *Seconds a kill*: how much longer the run took than the undisturbed one, from the end of the "
         "first step to the end of the last, for each kill."
     )
-    yield (
+    ratio = (
         "- *ETTR* (effective training time ratio): the time of the undisturbed run as a share of the "
         "disturbed one's. It is low because these runs take seconds if undisturbed, and a kill comes every "
         "few of them: compare the rows, not the values with those of long runs."
-        + (
+    )
+    if busy:
+        ratio += (
             " The machine was busy with other work, more in some runs than in others; processor seconds "
             "depend on that less."
         )
-        * (report["load"] > BUSY)
-    )
+    yield ratio
     yield ""
     yield "## What Cairn loses, and why"
     yield ""

@@ -1,14 +1,19 @@
 """The `ckpt` commands that prove what a run has computed: `replay`, `prove` and `bisect`."""
 
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pydantic import Field, model_validator
 
 from cairn.config.shared import GivenRollout, LocalRun, Place, RolloutKey, ToolCommand
 from cairn.run.errors import UsageError
-from cairn.run.output import progress_bars
+from cairn.run.output import Stage, progress_bars
 from cairn.tools.ckpt_output import print_json, say
+
+if TYPE_CHECKING:
+    from cairn.tools.replay.answers import RolloutReplayed
+    from cairn.tools.replay.recorded import RecordedRun
+    from cairn.tools.replay.replay import Replayed
 
 
 class Differences(Protocol):
@@ -75,40 +80,42 @@ class ReplaySteps(OfSteps):
 
     def execute(self) -> int:
         from cairn.tools.replay.recorded import recorded_run  # imports numpy, which would slow down --help
+
+        if self.rollout is not None and isinstance(self.run, str):
+            raise UsageError(
+                f"--rollout {self.rollout}: {self.run} is a URL, where no rollouts are kept; give the run's "
+                "folder"
+            )
+        with progress_bars() as stage, recorded_run(self.run, stage) as run:
+            found = (
+                self._steps(run, stage) if self.rollout is None else self._answer(run, self.rollout, stage)
+            )
+        self.show(found)
+        return 0 if found.ok else 1
+
+    def _steps(self, run: "RecordedRun", stage: Stage) -> "Replayed":
         from cairn.tools.replay.replay import replay
 
-        if self.rollout is not None:
-            return self._ask_again(self.rollout)
-        with progress_bars() as stage, recorded_run(self.run, stage) as run:
-            found = replay(
-                run,
-                run.stretch(self.step, self.through),
-                workers=self.workers,
-                bound=self.bound,
-                work_dir=self.work_dir,
-                stage=stage,
-            )
-        self.show(found)
-        return 0 if found.ok else 1
+        return replay(
+            run,
+            run.stretch(self.step, self.through),
+            workers=self.workers,
+            bound=self.bound,
+            work_dir=self.work_dir,
+            stage=stage,
+        )
 
-    def _ask_again(self, rollout: RolloutKey) -> int:
+    def _answer(self, run: "RecordedRun", rollout: RolloutKey, stage: Stage) -> "RolloutReplayed":
         from cairn.tools.replay.asking import RolloutReplay
-        from cairn.tools.replay.recorded import recorded_run
 
-        if isinstance(self.run, str):
-            raise UsageError(
-                f"--rollout {rollout}: {self.run} is a URL, where no rollouts are kept; give the run's folder"
-            )
-        with progress_bars() as stage, recorded_run(self.run, stage) as run:
-            (found,) = RolloutReplay(run, [rollout]).see_through(
-                server=self.server,
-                take=self.take_server,
-                bound=self.bound,
-                work_dir=self.work_dir,
-                stage=stage,
-            )
-        self.show(found)
-        return 0 if found.ok else 1
+        (found,) = RolloutReplay(run, [rollout]).see_through(
+            server=self.server,
+            take=self.take_server,
+            bound=self.bound,
+            work_dir=self.work_dir,
+            stage=stage,
+        )
+        return found
 
 
 class Prove(OfSteps):

@@ -140,11 +140,10 @@ class EarlyProcess:
         self._config = config
 
     def take(self, config: RunConfig) -> RoleProcess | None:
-        """The process, once, if these are its settings."""
-        process = self._process
-        if process is None or config != self._config:
-            return None
-        self._process = None
+        """The process, once; it is ended instead if these are not its settings."""
+        if config != self._config:
+            self.close()
+        process, self._process = self._process, None
         return process
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from cairn.config.shared import RolloutKey
 from cairn.run.messages import rounding
 from cairn.run.metrics import ranges_of
-from cairn.tools.replay.comparison import Verdict
+from cairn.tools.replay.comparison import Verdict, first_of
 from cairn.tools.replay.sampled import SampledSpan
 
 MIXED = (
@@ -164,9 +164,7 @@ class RolloutReplayed:
         parted = [one for one in drawn if one.parted is not None]
         if drawn and not parted:
             said.append(f"  {_tokens(drawn)} tokens, drawn again with the run's seeds: the same")
-        for one in parted[:top]:
-            said.append(f"  {_parting(one)}")
-        said += [f"  and {len(parted) - top} pieces more whose tokens differ"] if len(parted) > top else []
+        said += first_of([_parting(one) for one in parted], top, "pieces more whose tokens differ")
         for given in (False, True):
             of_kind = [one for one in spans if one.given == given and one.logprobs]
             said += [f"  {line}" for line in _of_logprobs(of_kind, given)]
@@ -177,9 +175,8 @@ class RolloutReplayed:
         for why in dict.fromkeys(one.not_compared for one in spans if one.not_compared):
             left = [one for one in spans if one.not_compared == why]
             said.append(f"  {_tokens(left)} tokens are not compared: {why}")
-        said += [f"  the server held other values: {name}" for name in self.altered[:top]]
-        more = len(self.altered) - top
-        said += [f"  and {more} parameters more"] if more > 0 else []
+        altered = [f"the server held other values: {name}" for name in self.altered]
+        said += first_of(altered, top, "parameters more")
         said += [f"  other than then: {change}" for change in self.changes]
         return [*said, f"  {self.in_words()}"]
 

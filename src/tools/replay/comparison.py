@@ -38,6 +38,12 @@ Verdict = Literal["same", "close", "other"]
 """To the bit; within the bound; neither."""
 
 
+def first_of(found: Sequence[object], top: int, rest: str) -> list[str]:
+    """A line for each of the first `top` differences, and one that says how many are left: of `rest`."""
+    left = len(found) - top
+    return [f"  {one}" for one in found[:top]] + ([f"  and {left} {rest}"] if left > 0 else [])
+
+
 @dataclass(frozen=True)
 class RowDifference:
     """A column of metrics.jsonl that differs."""

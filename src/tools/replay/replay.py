@@ -25,6 +25,7 @@ from cairn.tools.replay.comparison import (
     cause_of,
     compare_rows,
     compare_steps,
+    first_of,
 )
 from cairn.tools.replay.recorded import RecordedRun, StepRange
 
@@ -89,17 +90,14 @@ class Replayed:
         count = len(self.stretch.steps)
         if not found.rows:
             said.append(f"  {count} row{'s' * (count > 1)} of metrics: the same to the last digit")
-        said += [f"  {row}" for row in found.rows[:top]]
-        said += [f"  and {len(found.rows) - top} more"] if len(found.rows) > top else []
+        said += first_of(found.rows, top, "more")
         if found.problem:
             said.append(f"  {found.problem}")
         elif not self.saved:
             said.append(f"  weights and moments: not compared, as step {self.stretch.last} has no checkpoint")
         elif not found.differing:
             said.append(f"  {found.tensors} tensors of weights and moments: the same to the bit")
-        said += [f"  {tensor}" for tensor in found.differing[:top]]
-        more = len(found.differing) - top
-        said += [f"  and {more} more of {found.tensors} tensors"] if more > 0 else []
+        said += first_of(found.differing, top, f"more of {found.tensors} tensors")
         said += [f"  other than then: {change}" for change in self.changes]
         return [*said, f"  {self.in_words()}"]
 

@@ -40,7 +40,8 @@ class SamplingThen:
     @classmethod
     def of(cls, run: RecordedRun, step: int) -> "SamplingThen":
         """Those of the time of a step: from the next checkpoint's recipe, or else the newest attempt's."""
-        record = next((found for one in run.saved if one >= step and (found := _record(run, one))), None)
+        later = (run.checkpoints.orchestrator_state(one) for one in run.saved if one >= step)
+        record = next(filter(None, later), None)
         recipe = (record and record.recipe) or as_object(run.recipe().get("orchestrator"))
         settings = as_object(recipe.get("settings"))
         default = SamplingConfig()
@@ -60,10 +61,6 @@ class SamplingThen:
             server=ServersConfig.model_validate(server, extra="ignore"),
             base=cast("str | None", lora.get("base")),
         )
-
-
-def _record(run: RecordedRun, step: int) -> Any:
-    return run.checkpoints.orchestrator_state(step)
 
 
 @dataclass(frozen=True)
