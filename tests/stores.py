@@ -372,8 +372,12 @@ def reachable(port: int) -> bool:
 
 def _process_at(port: int) -> int:
     """The process that has a connection from this port; 0 if it is gone."""
-    found = (c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid)
-    return next((pid for pid in found if pid != os.getpid()), 0)
+    for _ in range(20):  # the kernel's table may leave out a connection while others come and go
+        found = (c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid)
+        if pid := next((pid for pid in found if pid != os.getpid()), 0):
+            return pid
+        time.sleep(0.01)
+    return 0
 
 
 def make_step(root: Path, step: int, files: dict[str, bytes], **about: Any) -> tuple[Path, Manifest]:
