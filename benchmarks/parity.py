@@ -7,8 +7,9 @@
   `SFTTrainer`; each tokenizes for itself
 - dpo: pairs, likewise, in `dpo` and `DPOTrainer`
 - grpo: Cairn's `rl` samples answers, and TRL's `GRPOTrainer` is given the same ones; each computes rewards,
-  advantages and loss for itself. "unscaled" leaves the division by the group's standard deviation out, and
-  "4 updates" trains four times on each batch
+  advantages and loss for itself. "unscaled" leaves the division by the group's standard deviation out.
+  "4 updates" trains four times on each batch; "stored" takes the ratio to the weights at the batch's start,
+  as TRL does. "2 mini-batches" trains twice on each half of it, and "own tokens" gives TRL Cairn's divisor
 - own answers: each samples for itself, so that only the curves can be compared, over several seeds
 
 How far rounding alone leads is measured as well: TRL's trainer beside itself, with each batch in two parts
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,22 @@ import algorithms
 import common
 import recipe
 import trl_runs
+from parity_data import (
+    ANSWERS,
+    MAX_TOKENS,
+    PROBLEMS,
+    PROMPTS,
+    REPOSITORY,
+    TASK,
+    Answers,
+    centred,
+    scaled,
+    scaled_by_trl,
+    write_prompts,
+    write_records,
+)
 from parity_page import draw, page, relative
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-TASK = "configs/reverse_text"
-PROBLEMS = {"problems": 4096, "min_length": 3, "max_length": 8, "seed": 1}
-PROMPTS, ANSWERS, MAX_TOKENS = 16, 8, 12
-"""Of each step with rewards: prompts, answers to each, tokens of an answer at most."""
 SHOWN = (1, 2, 5, 10, 20, 40)
 """Steps whose differences are in the report, beside the last."""
 
@@ -49,7 +59,8 @@ SHOWN = (1, 2, 5, 10, 20, 40)
 class Experiment:
     """What is trained, and which metrics are compared: Cairn's name, and TRL's.
 
-    flags: of Cairn's command. settings: of TRL's trainer. updates: of the optimiser for each step of Cairn's.
+    flags: of Cairn's command. settings: of TRL's trainer. updates: of the optimiser for each step of Cairn's,
+    which take turns with so many mini-batches. own_tokens: see `trl_runs.Job`.
     """
 
     kind: str
@@ -58,36 +69,33 @@ class Experiment:
     flags: tuple[object, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     updates: int = 1
+    mini_batches: int = 1
+    own_tokens: bool = False
 
 
 LOSS = {"loss": "loss", "grad_norm": "grad_norm"}
 REWARDED = {**LOSS, "reward/mean": "reward"}
+UNSCALED = Experiment(
+    "grpo", 20, REWARDED, ("--orchestrator.advantage.type", "dr_grpo"), {"scale_rewards": "none"}
+)
+OFTEN = replace(UNSCALED, steps=8, updates=4)
+STORED = replace(
+    OFTEN,
+    flags=(
+        *OFTEN.flags,
+        *("--trainer.loss.importance", "token_truncate"),  # the ratio is to the weights at the batch's start,
+        *("--trainer.loss.importance-min", 1, "--trainer.loss.importance-max", 1),  # and no weight is added
+    ),
+)
 EXPERIMENTS = {
     "sft": Experiment("sft", 40, LOSS),
     "dpo": Experiment("dpo", 30, {**LOSS, "rewards/margins": "rewards/margins"}),
     "grpo": Experiment("grpo", 20, REWARDED, settings={"scale_rewards": "group"}),
-    "grpo, unscaled": Experiment(
-        "grpo",
-        20,
-        REWARDED,
-        ("--orchestrator.advantage.type", "dr_grpo"),
-        {"scale_rewards": "none"},
-    ),
-    "grpo, 4 updates": Experiment(
-        "grpo",
-        8,
-        REWARDED,
-        (
-            "--orchestrator.advantage.type",
-            "dr_grpo",
-            "--trainer.updates-per-batch",
-            4,
-            "--trainer.mini-batches",
-            1,
-        ),
-        {"scale_rewards": "none", "num_iterations": 4},
-        updates=4,
-    ),
+    "grpo, unscaled": UNSCALED,
+    "grpo, 4 updates": OFTEN,
+    "grpo, 4 updates, stored": STORED,
+    "grpo, 2 mini-batches": replace(STORED, mini_batches=2),
+    "grpo, 2 mini-batches, own tokens": replace(STORED, mini_batches=2, own_tokens=True),
 }
 OWN = "own answers"
 
@@ -234,6 +242,8 @@ class Pair:
                 settings=trl_settings(one, size, parts),
                 environment=PROBLEMS if one.kind == "grpo" else {},
                 answers=str(recorded) if recorded else None,
+                mini_batches=one.mini_batches,
+                own_tokens=one.own_tokens,
             )
 
     def report(self) -> dict[str, Any]:
@@ -254,14 +264,39 @@ class Pair:
             "curves": curves,
             "differences": {metric: differences(curve) for metric, curve in curves.items()},
             "weights": apart(self.start, weights),
+            **self._mismatch(),
         }
-        if mismatch := [row["mismatch/logprob_max"] for row in self.rows if "mismatch/logprob_max" in row]:
-            report["mismatch"] = max(mismatch)
-        if self.answers and self.jobs["trl"].settings["scale_rewards"] == "group":
-            with_epsilon, without = (self.answers.losses(epsilon) for epsilon in (TRL_EPSILON, 0.0))
-            report["loss with TRL's epsilon"] = largest(with_epsilon, curves["loss"]["trl"])
-            report["loss without"] = largest(without, curves["loss"]["cairn"])
-        return report
+        return report | (self._by_formula(curves["loss"]) if self.answers else {})
+
+    def _mismatch(self) -> dict[str, float]:
+        """How far the trainer's and the server's logprobs are apart at most, if no update is between them."""
+        if self.one.kind != "grpo" or self.one.updates > 1:
+            return {}
+        return {"mismatch": max(row["mismatch/logprob_max"] for row in self.rows)}
+
+    def _by_formula(self, losses: Mapping[str, list[float]]) -> dict[str, float]:
+        """How far first updates are from the losses that formulas make of the recorded rewards, at most.
+
+        Args:
+            losses: of each system.
+        """
+        one, answers = self.one, self.answers
+        assert answers is not None
+        if one.settings["scale_rewards"] == "group":
+            return {
+                "loss with TRL's epsilon": largest(answers.losses(scaled_by_trl), losses["trl"]),
+                "loss without": largest(answers.losses(scaled), losses["cairn"]),
+            }
+        if one.mini_batches == 1:
+            return {}
+        first = [row["loss"] for row in logged(self.jobs["trl"])[:: one.updates]]
+        return {
+            "unevenness": answers.unevenness(one.mini_batches),
+            "first loss by mean tokens": largest(
+                answers.losses(centred, one.mini_batches, by_mean=True), first
+            ),
+            "first loss by own tokens": largest(answers.losses(centred, one.mini_batches), first),
+        }
 
 
 # Cairn
@@ -273,105 +308,13 @@ def cairn_rows(one: Experiment, run: Path, start: Path, steps: int, url: str | N
     if one.kind == "grpo":
         flags += ("--trainer.scheduler.warmup-steps", 0, "--trainer.threads", 1)
         flags += ("--orchestrator.inference-url", url)
+        flags += ("--trainer.updates-per-batch", one.updates, "--trainer.mini-batches", one.mini_batches)
         name, flags = "rl", ("@", f"{TASK}/rl.toml", *flags)
     else:
         flags += ("--scheduler.type", "constant", "--scheduler.warmup-steps", 0, "--threads", 1)
         name, flags = one.kind, ("@", f"{TASK}/{one.kind}.toml", *flags)
     with common.followed(common.command(name, flags), run, threads=1) as rows:
         return [row for _, row in rows]
-
-
-def write_records(kind: str, path: Path, steps: int) -> int:
-    """Write the records that Cairn takes in these steps, in its order; returns how many a step takes."""
-    import tomllib
-
-    from cairn.config.data import SFTDataConfig
-    from cairn.config.preferences import PreferenceDataConfig
-    from cairn.trainer.data.opening import RecordOrder
-    from cairn.trainer.data.preference_forms import FORMS
-    from cairn.trainer.data.sources import SFT
-
-    settings = tomllib.loads((REPOSITORY / TASK / f"{kind}.toml").read_text())["data"]
-    config, use = (
-        (SFTDataConfig(**settings), SFT)
-        if kind == "sft"
-        else (PreferenceDataConfig(**settings), FORMS["pairs"])
-    )
-    order = RecordOrder(config, use, 0, 0)
-    with path.open("w") as out:
-        for label, number in order.take(steps * config.batch_size):
-            (record,) = order.sources[label].read([number])
-            if kind == "sft":
-                *prompt, answer = record["messages"]
-                record = {"prompt": prompt, "completion": [answer]}
-            out.write(json.dumps(record) + "\n")
-    return config.batch_size
-
-
-def write_prompts(path: Path, seed: int, steps: int) -> None:
-    """Write prompts for so many steps of TRL's GRPO, in an order of the seed's."""
-    from cairn.run.seeds import permutation
-
-    environment = trl_runs.environment_of(PROBLEMS)
-    numbers = permutation(len(environment), seed, "prompts for TRL")[: steps * PROMPTS]
-    prompts = [{"prompt": environment.messages(i), "problem": i} for i in numbers]
-    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
-
-
-TRL_EPSILON = 1e-4
-"""What TRL's GRPO adds to a group's standard deviation before it divides by it; Cairn adds nothing."""
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers that a run was trained on: of each step, rows of `Run.rollouts`, group by group."""
-
-    steps: list[list[dict[str, Any]]]
-
-    @classmethod
-    def of(cls, run: Path) -> "Answers":
-        """Those that are kept in the run's directory."""
-        import cairn
-
-        frame = cairn.Run(run).rollouts(turns=True).sort_values(["step", "place", "sample"])
-        return cls([rows.to_dict("records") for _, rows in frame.groupby("step")])
-
-    def write(self, data: Path, answers: Path) -> None:
-        """Write the prompts in their order, and the answers for `trl_runs.Recorded`."""
-        environment = trl_runs.environment_of(PROBLEMS)
-        with data.open("w") as prompts, answers.open("w") as out:
-            for rows in self.steps:
-                for row in rows[::ANSWERS]:
-                    problem = int(row["problem"])
-                    prompts.write(
-                        json.dumps({"prompt": environment.messages(problem), "problem": problem}) + "\n"
-                    )
-                turns = [row["turns"][0] for row in rows]
-                line = {
-                    name: [list(map(float if name == "logprobs" else int, turn[name])) for turn in turns]
-                    for name in ("prompt_ids", "token_ids", "logprobs")
-                }
-                out.write(json.dumps(line) + "\n")
-
-    def losses(self, epsilon: float) -> list[float]:
-        """The loss of each step by the formula, at a ratio of 1: minus the mean advantage of its tokens.
-
-        Args:
-            epsilon: what is added to a group's standard deviation.
-        """
-        found = []
-        for rows in self.steps:
-            total = tokens = 0.0
-            for first in range(0, len(rows), ANSWERS):
-                group = rows[first : first + ANSWERS]
-                rewards = [float(row["reward"]) for row in group]
-                mean, spread = statistics.fmean(rewards), statistics.stdev(rewards)
-                for reward, row in zip(rewards, group, strict=True):
-                    length = len(row["turns"][0]["token_ids"])
-                    total += length * (reward - mean) / (spread + epsilon) if spread > 1e-6 else 0.0
-                    tokens += length
-            found.append(-total / tokens)
-        return found
 
 
 # TRL
@@ -385,7 +328,7 @@ def trl_settings(one: Experiment, size: int, parts: int) -> dict[str, Any]:
     read = tomllib.loads((REPOSITORY / TASK / f"{of}.toml").read_text())
     optimizer = (read["trainer"] if of == "rl" else read)["optimizer"]
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": size // parts,
+        "per_device_train_batch_size": size // (parts * one.mini_batches),
         "gradient_accumulation_steps": parts,
         "learning_rate": optimizer["lr"],
         "adam_beta1": optimizer["betas"][0],
@@ -393,6 +336,11 @@ def trl_settings(one: Experiment, size: int, parts: int) -> dict[str, Any]:
     }
     if one.kind == "grpo":
         settings |= {"num_generations": ANSWERS, "max_completion_length": MAX_TOKENS}
+    if one.updates > 1:
+        settings |= {
+            "num_iterations": one.updates // one.mini_batches,
+            "steps_per_generation": parts * one.mini_batches,
+        }
     return {**settings, **one.settings}
 
 
@@ -411,9 +359,14 @@ def run_trl(jobs: Sequence[trl_runs.Job], folder: Path) -> None:
         raise RuntimeError(f"TRL ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
 
+def logged(job: trl_runs.Job) -> list[dict[str, Any]]:
+    """The rows of metrics of a job, one for each update of its optimiser."""
+    return [json.loads(line) for line in (Path(job.out) / trl_runs.METRICS).read_text().splitlines()]
+
+
 def rows_of(job: trl_runs.Job, updates: int) -> list[dict[str, Any]]:
     """The rows of metrics of a job, one for each step of Cairn's: means over its updates."""
-    rows = [json.loads(line) for line in (Path(job.out) / trl_runs.METRICS).read_text().splitlines()]
+    rows = logged(job)
     return [mean_row(rows[first : first + updates]) for first in range(0, len(rows), updates)]
 
 

@@ -19,6 +19,9 @@ ABOUT = {
     "grpo": "GRPO",
     "grpo, unscaled": "GRPO, advantages not divided by the group's deviation",
     "grpo, 4 updates": "the same, with four updates for each batch",
+    "grpo, 4 updates, stored": "the same, with the ratio to the weights at the start of the batch",
+    "grpo, 2 mini-batches": "the same, two updates for each of two mini-batches",
+    "grpo, 2 mini-batches, own tokens": "the same, with Cairn's divisor in TRL",
     OWN: "GRPO, each samples for itself",
 }
 SETTINGS = (
@@ -30,7 +33,17 @@ SETTINGS = (
         "`GRPOTrainer`, `loss_type='dapo'`, `epsilon=0.2`, `beta=0.0`",
     ),
     ("advantage", "`advantage.type = 'grpo'`; `'dr_grpo'`", "`scale_rewards='group'`; `'none'`"),
-    ("updates for each batch", "`updates_per_batch`, `mini_batches = 1`", "`num_iterations`"),
+    ("updates for each batch", "`updates_per_batch = 4`, `mini_batches = 1`", "`num_iterations=4`"),
+    (
+        "the ratio to the weights at the start of the batch",
+        "`loss.importance = 'token_truncate'`, `importance_min = 1`, `importance_max = 1`",
+        "always, where a batch has several updates",
+    ),
+    (
+        "two updates for each of two mini-batches",
+        "`updates_per_batch = 4`, `mini_batches = 2`",
+        "`num_iterations=2`, `steps_per_generation` = 2 x `gradient_accumulation_steps`",
+    ),
     (
         "records in a step",
         "`data.batch_size`",
@@ -115,7 +128,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "*Weights*: the L2 norm of the difference after the last step, divided by that of how far TRL's "
         "weights have moved. With four updates for each batch, losses and gradient norms are means over "
-        "the four."
+        "the four, since Cairn writes one row for each batch."
     )
     yield ""
     if OWN in found:
@@ -188,20 +201,16 @@ def _why(found: Mapping[str, Any]) -> Iterator[str]:
             "- **The divisor of GRPO's advantages.** TRL adds 1e-4 to a group's standard deviation "
             "(`GRPOTrainer._generate_and_score_completions`), and Cairn adds nothing: it gives a group "
             "whose rewards do not differ no advantage at all. By the formula with 1e-4, from the recorded "
-            f"rewards, TRL's losses come out to {theirs:.0e}, and by the formula without it Cairn's to "
-            f"{ours:.0e}. Unscaled, the difference is gone."
+            f"rewards and in float32, TRL's losses come out to {theirs:.0e}, and by the formula without it "
+            f"Cairn's to {ours:.0e}. Unscaled, the difference is gone."
         )
     yield (
         "- **The order of sums.** TRL pads each sample to a row of its own; Cairn packs several into a "
         "row, without attention between them, and sums the loss over rows. Everything that is said to be "
         "equal to rounding differs by this alone."
     )
-    yield (
-        "- **The denominator of the ratio.** At one update for each batch, TRL takes the trainer's own "
-        "logprobs as the old ones (`GRPOTrainer._compute_loss`, where `old_per_token_logps` is None), so "
-        "the ratio is exactly 1. Cairn divides by what the server has sampled with, which in float32 on "
-        "one machine is the same to about 1e-6."
-    )
+    yield from _ratio(found)
+    yield from _divisor(found)
     yield (
         "- **Warm-up.** transformers' schedules start at a rate of 0 (`optimization.py`, `current_step / "
         "num_warmup_steps`), so the first optimiser step changes nothing. Cairn's step k of W has k / W of "
@@ -217,13 +226,51 @@ def _why(found: Mapping[str, Any]) -> Iterator[str]:
         "checkpoints gradients, lets the rate fall linearly to 0, and has betas of 0.9 and 0.999; Cairn "
         "computes in float32 on CPUs, keeps the rate, and has 0.9 and 0.95."
     )
-    yield (
-        "- **Several batches of one generation.** With `steps_per_generation` above "
-        "`gradient_accumulation_steps`, TRL divides each update by the mean number of tokens of all of "
-        "them (`num_items_in_batch` in `_compute_loss`). Cairn divides each update by the number of its "
-        "own tokens. Neither is used here."
-    )
     yield ""
+
+
+def _ratio(found: Mapping[str, Any]) -> Iterator[str]:
+    """What the ratio is relative to, and what that changes."""
+    said = (
+        "- **The denominator of the ratio.** TRL takes the trainer's own logprobs as the old ones: at one "
+        "update for each batch those of the same forward pass, so that the ratio is exactly 1 "
+        "(`GRPOTrainer._compute_loss`, where `old_per_token_logps` is None), and at several those that are "
+        "stored before the first update. Cairn divides by what the server has sampled with, which in float32 "
+        "on one machine is nearly the same."
+    )
+    names = ("grpo, unscaled", "grpo, 4 updates", "grpo, 4 updates, stored")
+    if not set(names) <= found.keys():
+        yield said
+        return
+    once, as_sampled, stored = (found[name] for name in names)
+    yield (
+        f"{said} Here the two differ by {once['mismatch']:.0e} at most. With `loss.importance = "
+        "'token_truncate'` and both of its bounds at 1, Cairn stores the trainer's own as TRL does: after "
+        f"the last step, the weights then differ by {stored['weights']['cairn, trl']:.0e} instead of "
+        f"{as_sampled['weights']['cairn, trl']:.0e}."
+    )
+
+
+def _divisor(found: Mapping[str, Any]) -> Iterator[str]:
+    """What an update on a mini-batch is divided by."""
+    said = (
+        "- **The divisor of mini-batches.** With `steps_per_generation` above `gradient_accumulation_steps`, "
+        "TRL divides the loss of each update by the mean number of tokens of a generation's mini-batches "
+        "(`num_items_in_batch` in `_compute_loss`), and Cairn by the number of the mini-batch's own tokens."
+    )
+    names = ("grpo, 2 mini-batches", "grpo, 2 mini-batches, own tokens")
+    if not set(names) <= found.keys():
+        yield said
+        return
+    theirs, own = (found[name] for name in names)
+    yield (
+        f"{said} Here the two numbers differ by up to {theirs['unevenness']:.1%}. By the formula with the "
+        "mean, from the recorded rewards and lengths, the losses of TRL's first updates come out to "
+        f"{theirs['first loss by mean tokens']:.0e}; with TRL's `num_items_in_batch` set to the own tokens, "
+        f"by the formula with these to {own['first loss by own tokens']:.0e}, and the curves are those of "
+        "Cairn. TRL also draws at random which answers are in a mini-batch (`shuffle_sequence_dict`); Cairn "
+        "takes every so many-th answer, so that each prompt has as many in each. Here TRL does so, too."
+    )
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -237,6 +284,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             ("sft", "loss"),
             ("dpo", "rewards/margins"),
             ("grpo, unscaled", "grad_norm"),
+            ("grpo, 4 updates, stored", "grad_norm"),
             (OWN, ""),
         )
         if name in found

@@ -5,9 +5,11 @@ records come in the order that the job gives them, in float32. metrics.jsonl get
 optimiser.
 """
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,9 @@ class Job:
     run. steps: of the optimiser. settings: of the trainer, beside `SAME` and `OF_KIND`. environment: the
     arguments of Cairn's `reverse_text`, whose rewards answers get (grpo). answers: JSON lines of recorded
     answers that are trained on instead of TRL's own, a line for each generation (grpo); see `Recorded`.
+    mini_batches: parts of the recorded answers of a generation, which optimiser steps take in turn: every so
+    many-th answer, as in Cairn, in place of TRL's random ones. own_tokens: divide the loss of each of them by
+    the number of its own tokens, as Cairn does, and not by the mean number of tokens of all.
     goes_on: the run may have begun, and goes on from the newest checkpoint that transformers finds.
     """
 
@@ -49,6 +54,8 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     answers: str | None = None
+    mini_batches: int = 1
+    own_tokens: bool = False
     goes_on: bool = False
 
     def __post_init__(self) -> None:
@@ -133,8 +140,48 @@ def make_trainer(job: Job) -> Any:
     if job.kind == "grpo":
         made["reward_funcs"] = reward_of(job)
         if job.answers:
-            made["rollout_func"] = Recorded(job.answers, config.num_iterations)
-    return getattr(trl, f"{name}Trainer")(**made)
+            uses = config.num_iterations * config.steps_per_generation // config.gradient_accumulation_steps
+            made["rollout_func"] = Recorded(job.answers, uses)
+    trainer = getattr(trl, f"{name}Trainer")
+    return (dividing_by_own_tokens(trainer) if job.own_tokens else trainer)(**made)
+
+
+def dividing_by_own_tokens(trainer: Any) -> Any:
+    """TRL's `GRPOTrainer`, whose loss of an update is divided by the number of that update's own tokens."""
+
+    class OwnTokens(trainer):
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            inputs = super()._prepare_inputs(generation_batch)
+            slices, each = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+            first = self._step % slices // each * each
+            own = sum(one["completion_mask"].sum() for one in self._buffered_inputs[first : first + each])
+            return {**inputs, "num_items_in_batch": own * slices / each}  # `_compute_loss` takes the mean
+
+    return OwnTokens
+
+
+@contextlib.contextmanager
+def dealt_out(parts: int) -> Iterator[None]:
+    """Meanwhile TRL does not shuffle the answers of a generation: they are in the order of so many parts."""
+    from trl.trainer import grpo_trainer
+
+    def in_order(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: _dealt(one, parts) for name, one in values.items()}
+
+    shuffle = grpo_trainer.shuffle_sequence_dict
+    grpo_trainer.shuffle_sequence_dict = in_order
+    try:
+        yield
+    finally:
+        grpo_trainer.shuffle_sequence_dict = shuffle
+
+
+def _dealt(values: Any, parts: int) -> Any:
+    """A tensor or list with every so many-th entry together; what has no entries as it is."""
+    if values is None or getattr(values, "ndim", 1) == 0:
+        return values
+    order = [place for first in range(parts) for place in range(first, len(values), parts)]
+    return [values[place] for place in order] if isinstance(values, list) else values[order]
 
 
 def environment_of(arguments: dict[str, Any]) -> Any:
@@ -170,7 +217,8 @@ def main(path: Path) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     Path(job.out).mkdir(parents=True, exist_ok=job.goes_on)
     trainer = make_trainer(job)
-    trainer.train(resume_from_checkpoint=job.goes_on and get_last_checkpoint(job.out) is not None)
+    with dealt_out(job.mini_batches) if job.answers else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=job.goes_on and get_last_checkpoint(job.out) is not None)
     trainer.save_model(str(job.model_at_end))
 
 

@@ -98,7 +98,10 @@ ELSEWHERE: dict[str, str] = {
     "loss.tau_pos": "sapo_temperature_pos",
     "loss.tau_neg": "sapo_temperature_neg",
     "loss.entropy_coef": "entropy_coef actor_rollout_ref.actor.entropy_coeff",
-    "loss.importance": "vllm_importance_sampling_mode algorithm.rollout_correction.rollout_is",
+    "loss.importance": (
+        "vllm_importance_sampling_mode vllm_importance_sampling_correction "
+        "algorithm.rollout_correction.rollout_is"
+    ),
     "loss.importance_max": (
         "vllm_importance_sampling_clip_max algorithm.rollout_correction.rollout_is_threshold"
     ),
@@ -181,7 +184,11 @@ NOTES_OF: dict[str, str] = {
     "actor_rollout_ref.actor.ppo_mini_batch_size policy_mini_batch_size": (
         "how many parts a batch is split into"
     ),
-    "num_iterations": "with trainer.mini-batches 1: otherwise each update learns from a part of the batch",
+    "num_iterations": (
+        "with trainer.mini-batches 1: then each update learns from the whole batch, as in TRL, and otherwise "
+        "from a part of it"
+    ),
+    "vllm_importance_sampling_correction": "sequence_mask is what TRL does by default",
     "filter_groups.enable dynamic_sampling.type": "how many prompts of a step may be replaced",
     "use_kl_in_reward": "reward",
     "actor_rollout_ref.actor.clip_ratio eps_clip": "and clip-high for the other side",
@@ -341,7 +348,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("model_revision", ("give a folder: `hf download NAME --revision REVISION` makes one",)),
     (
         "steps_per_generation",
-        ("{updates_per_batch} and {mini_batches} say how often a batch is learned from",),
+        (
+            "{mini_batches} is steps_per_generation / gradient_accumulation_steps, and {updates_per_batch} "
+            "that times num_iterations",
+        ),
     ),
     ("reward_weights", ("an environment gives its parts their weights; see docs/how-to/programs.md",)),
     (

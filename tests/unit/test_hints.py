@@ -26,7 +26,7 @@ TRL = {
     "use_vllm vllm_mode vllm_server_base_url vllm_gpu_memory_utilization vllm_tensor_parallel_size beta "
     "num_iterations epsilon delta epsilon_high importance_sampling_level scale_rewards loss_type "
     "mask_truncated_completions reward_weights steps_per_generation entropy_coef log_completions "
-    "use_bias_correction_kl learning_rate",
+    "use_bias_correction_kl learning_rate vllm_importance_sampling_correction vllm_importance_sampling_mode",
 }
 """Fields of TRL 1.13's SFTConfig, ModelConfig, DPOConfig and GRPOConfig."""
 OTHERS = {
@@ -105,7 +105,12 @@ def test_a_flag_with_one_wrong_letter_is_suggested(case: tuple[str, str, str]):
         ("sft", "dtype", "did you mean --precision.compute?"),
         ("sft", "push_to_hub", "`ckpt export` writes a folder"),
         ("sft", "maxsteps", "did you mean --max-steps?"),
-        ("rl", "num_iterations", "--trainer.updates-per-batch? (with trainer.mini-batches 1:"),
+        (
+            "rl",
+            "num_iterations",
+            "--trainer.updates-per-batch? (with trainer.mini-batches 1: then each update",
+        ),
+        ("rl", "steps_per_generation", "--trainer.updates-per-batch that times num_iterations"),
         ("sft", "xyz", "--help lists all settings"),
     ],
 )
