@@ -464,13 +464,13 @@ def show(report: Mapping[str, Any]) -> None:
         if name == OWN:
             for system, curves in found["rewards"].items():
                 ends = [f"{statistics.fmean(c[:3]):.3f} -> {statistics.fmean(c[-3:]):.3f}" for c in curves]
-                print(f"{name:18}{system:10}{', '.join(ends)}")
+                print(f"{name:34}{system:10}{', '.join(ends)}")
             continue
         for metric, pairs in found["differences"].items():
             for pair, values in pairs.items():
                 steps = "  ".join(f"{step}: {value:.1e}" for step, value in values.items())
-                print(f"{name:18}{metric:18}{pair:12}{steps}")
-        print(f"{name:18}{'weights':18}" + "  ".join(f"{k}: {v:.1e}" for k, v in found["weights"].items()))
+                print(f"{name:34}{metric:18}{pair:12}{steps}")
+        print(f"{name:34}{'weights':18}" + "  ".join(f"{k}: {v:.1e}" for k, v in found["weights"].items()))
 
 
 if __name__ == "__main__":

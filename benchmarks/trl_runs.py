@@ -9,10 +9,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 KINDS = ("sft", "dpo", "grpo")
 METRICS = "metrics.jsonl"
@@ -160,20 +160,12 @@ def dividing_by_own_tokens(trainer: Any) -> Any:
     return OwnTokens
 
 
-@contextlib.contextmanager
-def dealt_out(parts: int) -> Iterator[None]:
+def dealt_out(parts: int) -> contextlib.AbstractContextManager[Any]:
     """Meanwhile TRL does not shuffle the answers of a generation: they are in the order of so many parts."""
-    from trl.trainer import grpo_trainer
-
-    def in_order(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: _dealt(one, parts) for name, one in values.items()}
-
-    shuffle = grpo_trainer.shuffle_sequence_dict
-    grpo_trainer.shuffle_sequence_dict = in_order
-    try:
-        yield
-    finally:
-        grpo_trainer.shuffle_sequence_dict = shuffle
+    return mock.patch(
+        "trl.trainer.grpo_trainer.shuffle_sequence_dict",
+        lambda values: {name: _dealt(one, parts) for name, one in values.items()},
+    )
 
 
 def _dealt(values: Any, parts: int) -> Any:
