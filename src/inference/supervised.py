@@ -8,7 +8,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,7 @@ END_SECONDS = 20
 READY = b"inference ready at "
 
 
-class SupervisedServer(Supervised):
+class SupervisedServer(Supervised[SupervisedProcess]):
     """A server that lives as long as its owner wants it to; constructing it starts it.
 
     `url` is known from the start.
@@ -46,30 +45,22 @@ class SupervisedServer(Supervised):
         supervision: SupervisionConfig,
         rule: RestartRule,
     ):
-        super().__init__(name, folder / f"{name}.log", folder / f"{name}.heartbeat.json")
+        super().__init__(name, folder / f"{name}.log", folder / f"{name}.heartbeat.json", rule)
         self.url = config.url
         self._settings = config.model_dump_json(exclude={"servers"}).encode()
         self._vllm_log = folder / f"{name}_vllm.log"
-        self._supervision, self._rule = supervision, rule
-        self._restarted = False
-        self._restart_at: float | None = None
-        """When to start the next process (`time.monotonic`); None if there is one."""
-        self._start()
+        self._supervision = supervision
+        self._begin()
 
-    def _start(self) -> None:
-        self._restart_at = None
+    def _start(self) -> SupervisedProcess:
         self._before = self.log.stat().st_size if self.log.exists() else 0
         argv = [*PROGRAM, str(self._vllm_log), str(self._heartbeat), str(os.getpid())]
-        self._process = SupervisedProcess(argv, self.log, stdin=subprocess.PIPE)
-        self._process.send(self._settings)
-        self._process.close_input()
+        process = SupervisedProcess(argv, self.log, stdin=subprocess.PIPE)
+        process.send(self._settings)
+        process.close_input()
         silence, lengthy = self._supervision.heartbeat_timeout, self._supervision.hang_timeout
-        self.watch_server(self.pid, silence=silence, lengthy=lengthy)
-
-    @property
-    def pid(self) -> int:
-        """Of the process that holds the server."""
-        return self._process.pid
+        self.watch_server(process.pid, silence=silence, lengthy=lengthy)
+        return process
 
     @property
     def is_ready(self) -> bool:
@@ -87,29 +78,14 @@ class SupervisedServer(Supervised):
             UsageError: it can't serve with these settings, as its first start shows.
             CairnError: it died too often.
         """
-        if self._restart_at is not None:
-            if time.monotonic() >= self._restart_at:
-                self._start()
+        if (how := self._look()) is None:
             return
-        if (how := self._fate()) is None:
-            return
-        problem = f"the {self.name} server {how}; the end of {self.log}:\n{log_end(self.log)}"
-        if self._process.exit_code == EXIT_USAGE and not self._restarted:
-            raise UsageError(problem)
-        wait = self._rule.wait_after_death(step())
-        if wait is None:
-            raise CairnError(problem)
-        self._restarted = True
-        self._restart_at = time.monotonic() + wait
-
-    def _fate(self) -> str | None:
-        """How its process has died, or hung, and was killed; None if it lives."""
-        if (code := self._process.exit_code) is not None:
-            return f"died (exit code {code})"
-        if (hang := self.hang()) is None:
-            return None
         self._kill()
-        return f"hung ({hang})"
+        problem = f"the {self.name} server {how}; the end of {self.log}:\n{log_end(self.log)}"
+        if self.exit_code == EXIT_USAGE and not self._restarted:
+            raise UsageError(problem)
+        if not self._plan_restart(step()):
+            raise CairnError(problem)
 
     def begin_to_stop(self) -> None:
         """Have it end."""
@@ -123,7 +99,8 @@ class SupervisedServer(Supervised):
 
     def _kill(self) -> None:
         """Kill it with all that it has started, which has sessions of its own."""
-        kill_descent(self.pid)
+        if self.exit_code is None:
+            kill_descent(self.pid)
         self._process.kill()
 
 

@@ -8,8 +8,10 @@ import contextlib
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from cairn.run.heartbeat import Watch
 from cairn.run.processes import kill_session
@@ -19,8 +21,8 @@ LOOK_SECONDS = 0.5
 """Seconds between two checks of a heartbeat."""
 
 
-class Supervised:
-    """Work that some process must always be doing, with a name, a log, and a file for heartbeats."""
+class Watched:
+    """Work that a process does, with a name, a log, and a file for heartbeats."""
 
     def __init__(self, name: str, log: Path, heartbeat: Path):
         self.name = name
@@ -169,3 +171,64 @@ class RestartRule:
         if self._fruitless > self.max_restarts:
             return None
         return 0.0 if self._fruitless == 1 else min(2.0**self._fruitless, LONGEST_WAIT)
+
+
+Process = TypeVar("Process", bound=SupervisedProcess)
+
+
+class Supervised(Watched, ABC, Generic[Process]):
+    """Work that some process must always be doing: one that dies, or hangs, is replaced.
+
+    Args:
+        rule: when a process is replaced, and when none is any more.
+    """
+
+    _process: Process
+    """The newest one."""
+
+    def __init__(self, name: str, log: Path, heartbeat: Path, rule: RestartRule):
+        super().__init__(name, log, heartbeat)
+        self._rule = rule
+        self._restart_at: float | None = None
+        """When to start the next process (`time.monotonic`); None if there is one."""
+        self._restarted = False
+
+    @abstractmethod
+    def _start(self) -> Process:
+        """Start a process, and watch its heartbeat."""
+
+    def _begin(self) -> None:
+        self._restart_at = None
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the newest process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the newest process; None while it lives."""
+        return self._process.exit_code
+
+    def _look(self) -> str | None:
+        """How the process has died, or why it counts as hung. Starts the next one instead if it is due.
+
+        None if a process does its work, or the next one is waited for.
+        """
+        if self._restart_at is not None:
+            if time.monotonic() >= self._restart_at:
+                self._begin()
+            return None
+        if (code := self.exit_code) is not None:
+            return f"died (exit code {code})"
+        hang = self.hang()
+        return hang and f"hung ({hang})"
+
+    def _plan_restart(self, step: int, *, excused: bool = False) -> bool:
+        """Set the time of the next process; False if the rule (`RestartRule.wait_after_death`) gives up."""
+        if (wait := self._rule.wait_after_death(step, excused=excused)) is None:
+            return False
+        self._restart_at = time.monotonic() + wait
+        self._restarted = True
+        return True

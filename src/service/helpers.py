@@ -10,7 +10,6 @@ import os
 import select
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,7 +51,7 @@ class SharesPasses(Protocol):
         ...
 
 
-class PassHelper(Supervised):
+class PassHelper(Supervised[SupervisedProcess]):
     """One such process; constructing it starts it.
 
     Args:
@@ -62,30 +61,28 @@ class PassHelper(Supervised):
 
     def __init__(self, number: int, config: ServiceConfig, folder: Path):
         name, logs = f"worker_{number}", Path(config.output_dir) / "logs"
-        super().__init__(name, logs / f"{name}.log", logs / f"{name}.heartbeat.json")
+        rule = RestartRule(max_restarts=sys.maxsize)
+        super().__init__(name, logs / f"{name}.log", logs / f"{name}.heartbeat.json", rule)
         self._first = {"config": config.model_dump_json(), "folder": str(folder), "number": number}
         self._limits = SupervisionConfig()
-        self._rule = RestartRule(max_restarts=sys.maxsize)
-        self._restart_at: float | None = None
         self.done = 0
         """How many shares it has computed, with those before it."""
-        self._start()
+        self._begin()
 
-    def _start(self) -> None:
-        self._restart_at = None
+    def _start(self) -> SupervisedProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             argv = [*PROGRAM, str(theirs.fileno()), str(self._heartbeat), str(os.getpid())]
-            self._process = SupervisedProcess(argv, self.log, pass_fds=[theirs.fileno()])
-        self.pid = self._process.pid
+            process = SupervisedProcess(argv, self.log, pass_fds=[theirs.fileno()])
         self._socket.settimeout(LOOK_SECONDS)
         self._base: str | None = None
         self._has: dict[str, object] = {}
         """The weights that it has, by what adapters are made of."""
         silence, standstill = self._limits.heartbeat_timeout, self._limits.hang_timeout
-        self.watch_over(self.pid, silence=silence, standstill=standstill)
+        self.watch_over(process.pid, silence=silence, standstill=standstill)
         with contextlib.suppress(OSError):  # it has died, which is seen later
             send(self._socket, self._first, {})
+        return process
 
     def is_ready(self, base: str) -> bool:
         """Whether it can take a share; starts it again if that is due.
@@ -93,13 +90,9 @@ class PassHelper(Supervised):
         Args:
             base: names the base that it should have.
         """
-        if self._restart_at is not None:
-            if time.monotonic() >= self._restart_at:
-                self._start()
-            return False
-        if not self._alive():
-            self._replace("died, or hung")
-        elif self._base is None and select.select([self._socket], [], [], 0)[0]:
+        if how := self._look():
+            self._replace(how)
+        elif self._restart_at is None and self._base is None and select.select([self._socket], [], [], 0)[0]:
             found = receive(self._socket, self._alive)
             self._base = found and str(found[0]["base"])
             if self._base != base:
@@ -133,14 +126,14 @@ class PassHelper(Supervised):
         return ShareAnswer.of(*found)
 
     def _alive(self) -> bool:
-        return self._process.exit_code is None and self.hang() is None
+        return self._look() is None
 
     def _replace(self, how: str) -> None:
         """End it; it is started again after a while."""
         logger.warning("%s %s, and is started again; see %s", self.name, how, self.log)
         self._process.kill()
         self._socket.close()
-        self._restart_at = time.monotonic() + (self._rule.wait_after_death(self.done) or 0.0)
+        self._plan_restart(self.done)
 
     def give_up(self) -> None:
         """End it over a share that nobody waits for any more."""

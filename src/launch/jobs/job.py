@@ -16,7 +16,6 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.processes import ProcessorUse, bring_forward, put_in_background
-from cairn.run.supervised import RestartRule
 
 PRIORITY_SECONDS = 1.0
 """Between two looks at whether a process has the right priority."""
@@ -34,20 +33,15 @@ class JobSlot(Slot):
     """
 
     def __init__(self, name: str, run: RunDirectory, config: RunConfig, job: StepJob):
-        super().__init__(name, run.logs / f"{name}.log", run)
-        self.config = config
+        super().__init__(name, run, config)
         self.job = job
         self.store = CheckpointStore(run.checkpoints)
-        self._rule = RestartRule(config.max_restarts)
-        self._restart_at: float | None = None
         self._awaited = False
         """Whether somebody waits for it."""
         self._look_at_priority = 0.0
-        self.ended = False
-        """Whether the work is done or given up."""
         self.interrupted = False
         """Whether somebody did not want to wait for its end."""
-        self._fill()
+        self._begin()
 
     @abstractmethod
     def first_missing(self) -> int:
@@ -74,49 +68,39 @@ class JobSlot(Slot):
         if self.ended or (stopping and not self.still_wanted()):
             return
         self._prioritise(awaited=stopping)
-        if self._restart_at is not None:
-            if time.monotonic() >= self._restart_at:
-                self._fill()
+        if (how := self._look()) is None:
             return
-        code = self._process.exit_code
-        if code is None:
-            if (hang := self.hang()) is None:
-                return
-            how = f"hung ({hang})"
-            self._awaited = True
-        elif code == 0:
-            self.run.set_role(self.name, "done", self._process.pid)
+        if self.exit_code == 0:
+            self.run.set_role(self.name, "done", self.pid)
             self.ended = True
             return
-        else:
-            how = f"died (exit code {code})"
+        if self.exit_code is None:  # it hangs
+            self._awaited = True
         self._process.kill()
-        self.run.set_role(self.name, "failed", self._process.pid)
-        wait = self._rule.wait_after_death(self.job.newest_done())
-        if wait is None:
+        self.run.set_role(self.name, "failed", self.pid)
+        if not self._plan_restart(self.job.newest_done()):
             self.ended = True
             reason = f"the {self.name} {how} too often; see {self.log}"
             self.job.give_up(reason)
             self.job.note_missed(self.run.history, self.first_missing(), reason)
             return
-        self.note_restart(how, "is started again", step=step)
-        self._restart_at = time.monotonic() + wait
+        self.run.history.restart(self.name, step=step, reason=how, how="is started again")
 
     def stop(self) -> None:
         """Kill the process; what it was doing is begun again, or gone on with, by the next attempt."""
-        if self._process.exit_code is None:
+        if self.exit_code is None:
             self._process.kill()
-            self.run.set_role(self.name, "stopped", self._process.pid)
+            self.run.set_role(self.name, "stopped", self.pid)
 
-    def _fill(self) -> None:
-        self._restart_at = None
-        self._process = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
+    def _start(self) -> RoleProcess:
+        process = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
         self._low = False
         """Whether it is in the background."""
         self._use: ProcessorUse | None = None
         """What it has had since it was brought forward, if its niceness stayed that of the background."""
         allowed = self.config.hang_timeout  # it runs when nobody else does, so it may fall silent
-        self.watch_over(self._process.pid, silence=allowed, standstill=allowed)
+        self.watch_over(process.pid, silence=allowed, standstill=allowed)
+        return process
 
     def await_it(self) -> None:
         """From now on somebody waits for the work, so that it has normal priority."""
@@ -133,9 +117,9 @@ class JobSlot(Slot):
         if time.monotonic() < self._look_at_priority and not at_once:
             return
         self._look_at_priority = time.monotonic() + PRIORITY_SECONDS
-        if self._restart_at is not None or self._process.exit_code is not None:
+        if self.exit_code is not None:
             return
-        pid, normal = self._process.pid, self._awaited or self._is_behind()
+        pid, normal = self.pid, self._awaited or self._is_behind()
         if self._low and normal:
             self._use = None if bring_forward(pid) else ProcessorUse(pid)
             self._low = False
@@ -144,7 +128,7 @@ class JobSlot(Slot):
             self._low = True
         elif self._awaited and self._use and self._use.starves():
             self._process.kill()
-            self._fill()
+            self._begin()
 
     def _is_behind(self) -> bool:
         with contextlib.suppress(OSError, CheckpointError):
@@ -153,4 +137,4 @@ class JobSlot(Slot):
 
     def _has_started(self) -> bool:
         beat = read_note(self.run.heartbeat(self.name), Beat)
-        return beat is not None and beat.pid == self._process.pid and beat.marks > 0
+        return beat is not None and beat.pid == self.pid and beat.marks > 0

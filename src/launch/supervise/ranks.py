@@ -26,7 +26,6 @@ from cairn.launch.ray.cluster import cluster_ranks, end_ray, start_ray
 from cairn.launch.ray.placement import ClusterPlacement
 from cairn.launch.ray.worker import Assignment, RankProcess, RayProcess
 from cairn.launch.start import StartDamaged
-from cairn.launch.supervise.slot import Slot
 from cairn.launch.supervise.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory
@@ -35,16 +34,18 @@ from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.metrics import MetricsLog
 from cairn.run.processes import log_end
-from cairn.run.supervised import RestartRule
+from cairn.run.supervised import RestartRule, Watched
 from cairn.run.waiting import Patience
 
 
-class RankSlot(Slot):
+class RankSlot(Watched):
     """One rank of the trainer. Its node and GPU belong to the slot: they stay the same after a restart."""
 
     def __init__(self, number: int, run: RunDirectory):
         log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
-        super().__init__(f"trainer_rank{number}", log, run)
+        name = f"trainer_rank{number}"
+        super().__init__(name, log, run.heartbeat(name))
+        self.run = run
         self.number = number
         self.node: str | None = None
         self.gpu: str | None = None
@@ -279,7 +280,7 @@ class Ranks:
                 continue
             rank.note_state("running")
             if reason := self._vacated.pop(rank.number, None):
-                rank.note_restart(reason, rank.how, step=self._step)
+                self.run.history.restart(rank.name, step=self._step, reason=reason, how=rank.how)
             rank.how = ""
 
     def _check_gpu(self, rank: RankSlot) -> None:

@@ -27,7 +27,6 @@ from cairn.run.exits import (
 from cairn.run.output import STACKS
 from cairn.run.processes import log_end, processor_times, thread_that_crashed
 from cairn.run.signals import STOP_SIGNALS
-from cairn.run.supervised import RestartRule
 
 FROM_OUTSIDE = (signal.SIGKILL, *STOP_SIGNALS)
 """Signals that may well come from somebody else, such as the kernel if it is out of memory."""
@@ -56,28 +55,18 @@ class RoleSlot(Slot):
         local_ray: bool,
         early: RoleProcess | None = None,
     ):
-        super().__init__(name, run.logs / f"{name}.log", run)
-        self.config = config
+        super().__init__(name, run, config)
         self.local_ray = local_ray
         """Whether a Ray cluster that the role starts serves this machine only."""
-        self.ended = False
-        """Whether the role's work is done or given up."""
         self.lost: str | None = None
         """How the process died, if the run was stopping and so it was not replaced."""
-        self._rule = RestartRule(config.max_restarts)
-        self._restart_at: float | None = None
-        """When to start the next process (`time.monotonic`); None if there is one."""
-        self._restarted = False
+        self._step = 0
+        """The run's newest step, when it was looked after last."""
         self._spare = early
         """The process that takes over next."""
         self._asked = False
         """Whether it lived when it was asked to stop."""
-        self._fill(0)
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the newest process; None while it lives."""
-        return self._process.exit_code
+        self._begin()
 
     def look_after(self, step: int, *, stopping: bool) -> None:
         """Notice that the process ended or hangs, and restart it unless the run is stopping.
@@ -92,25 +81,20 @@ class RoleSlot(Slot):
         """
         if self.ended or self.lost:
             return
-        if self._restart_at is not None:
-            if stopping:
-                self._lose("died")
-            elif time.monotonic() >= self._restart_at:
-                self._fill(step)
+        if stopping and self._restart_at is not None:
+            self._lose("died")
             return
-        code = self.exit_code
-        if code is None:
-            hang = self.hang()
-            if hang is not None:
-                blame = self._blame_for_hang()
-                self._replace(f"hung ({hang})", step, stopping=stopping, blame=blame)
-            elif not stopping:
-                self._keep_spare(step)
+        self._step = step
+        how, code = self._look(), self.exit_code
+        if how is None:
+            if not stopping:
+                self._keep_spare()
+        elif code is None:
+            self._replace(how, stopping=stopping, blame=self._blame_for_hang())
         elif code >= 0 and self.name in WORKING and not self._process.ended_by_itself:
-            self._process.kill()
             reason = f"left with exit code {code} before its end"
             blame = self._blame(f"ended with exit code {code}", sure=True)
-            self._replace(reason, step, stopping=stopping, blame=blame)
+            self._replace(reason, stopping=stopping, blame=blame)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
         elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
@@ -120,13 +104,10 @@ class RoleSlot(Slot):
         elif code == EXIT_ALTERED and not stopping:
             raise PolicyAltered(self._process.error_message())
         else:
-            self._process.kill()  # else its old workers run beside the new ones for a while
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
-            reason = f"died (exit code {code})"
-            if code == EXIT_CRASHED:
-                reason = f"failed ({self._process.error_message()})"
+            reason = f"failed ({self._process.error_message()})" if code == EXIT_CRASHED else how
             blame = self._blame_for_signal(-code) if code < 0 else []
-            self._replace(reason, step, for_good=not crashed, stopping=stopping, blame=blame)
+            self._replace(reason, for_good=not crashed, stopping=stopping, blame=blame)
 
     def begin_to_stop(self) -> None:
         """Kill the process with its whole session; a server only gets its signal, for `stop` to wait."""
@@ -151,7 +132,6 @@ class RoleSlot(Slot):
 
     def _lose(self, how: str) -> None:
         """Leave the slot empty, because the run is stopping."""
-        self._restart_at = None
         self.ended = self.name in WORKING
         self.lost = f"{self.name} {how}"
 
@@ -185,13 +165,12 @@ class RoleSlot(Slot):
     def _replace(
         self,
         reason: str,
-        step: int,
         *,
         for_good: bool = False,
         stopping: bool,
         blame: Sequence[noted_calls.RunningCall] = (),
     ) -> None:
-        """Schedule a replacement for the dead process by the restart rule, unless the run is stopping.
+        """Have another process take over by the restart rule, unless the run is stopping.
 
         Args:
             blame: the calls of user code that are to blame, of which there may be none.
@@ -199,7 +178,8 @@ class RoleSlot(Slot):
         Raises:
             RoleFailed: the rule gives up.
         """
-        self.run.set_role(self.name, "failed", self._process.pid)
+        self._process.kill()  # else its old workers run beside the new ones for a while
+        self.run.set_role(self.name, "failed", self.pid)
         if self.name == "trainer":
             self.run.end_roles("failed", *OWN_WORKERS)
         if stopping and not (for_good and self.name == "trainer"):
@@ -208,39 +188,36 @@ class RoleSlot(Slot):
         if blame:
             more = f" and {len(blame) - 1} more calls" if len(blame) > 1 else ""
             reason += f" while it ran {blame[0].text}{more}, for which that is a failed try"
-        wait = None if for_good else self._rule.wait_after_death(step, excused=bool(blame))
-        if wait is None:
+        if for_good or not self._plan_restart(self._step, excused=bool(blame)):
             raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")
         how = "is replaced by its standby" if self._has_spare() else "is started again"
-        self.note_restart(reason, how, step=step)
-        self._restart_at = time.monotonic() + wait
-        self._restarted = True
+        self.run.history.restart(self.name, step=self._step, reason=reason, how=how)
 
-    def _fill(self, step: int) -> None:
-        """Fill the slot with the spare or a new process."""
-        self._restart_at = None
+    def _start(self) -> RoleProcess:
+        """The spare takes over; a new process if there is none."""
         if self._spare is not None and self._has_spare():
-            self._process = self._spare
-            self._process.begin()
+            process = self._spare
+            process.begin()
         else:
-            self._process = self._start()
+            process = self._new_process()
         self._spare = None
         self._had_spare = not (self.config.standby and self.name in STANDBY)
-        self._filled_at_step = step
+        self._filled_at_step = self._step
         silence, lengthy = self.config.heartbeat_timeout, self.config.hang_timeout
         if self.name in WORKING:
-            self.watch_over(self._process.pid, silence=silence, standstill=lengthy)
+            self.watch_over(process.pid, silence=silence, standstill=lengthy)
         else:
-            self.watch_server(self._process.pid, silence=silence, lengthy=lengthy)
+            self.watch_server(process.pid, silence=silence, lengthy=lengthy)
+        return process
 
     def _has_spare(self) -> bool:
         return self._spare is not None and self._spare.exit_code is None
 
-    def _keep_spare(self, step: int) -> None:
+    def _keep_spare(self) -> None:
         """Start a spare, one for each process, once the process is so far that this doesn't disturb it."""
-        if not self._had_spare and step > self._filled_at_step:
+        if self._restart_at is None and not self._had_spare and self._step > self._filled_at_step:
             self._had_spare = True
-            self._spare = self._start("standby")
+            self._spare = self._new_process("standby")
 
-    def _start(self, turn: Turn = "at once") -> RoleProcess:
+    def _new_process(self, turn: Turn = "at once") -> RoleProcess:
         return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, turn=turn)

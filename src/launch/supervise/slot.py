@@ -1,4 +1,4 @@
-"""A slot of a run that some process must always fill, and the process of a role."""
+"""The process of a role, and the slot of a run that such a process must always fill."""
 
 import contextlib
 import json
@@ -16,24 +16,7 @@ from cairn.launch.ray.environment import (
     remove_private_folders,
 )
 from cairn.run.directory import RunDirectory
-from cairn.run.supervised import Supervised, SupervisedProcess
-
-
-class Slot(Supervised):
-    """Work that some process must always be doing, with one name in roles.json, heartbeats/ and logs/.
-
-    When the process in the slot dies, or is killed because it hangs, a spare or a new process takes over: a
-    restart.
-    """
-
-    def __init__(self, name: str, log: Path, run: RunDirectory):
-        super().__init__(name, log, run.heartbeat(name))
-        self.run = run
-
-    def note_restart(self, reason: str, how: str, *, step: int) -> None:
-        """Record in history.jsonl that the process is replaced; `step` is the run's newest step."""
-        self.run.history.restart(self.name, step=step, reason=reason, how=how)
-
+from cairn.run.supervised import RestartRule, Supervised, SupervisedProcess
 
 END = b"\0"
 """What a role writes into the pipe at its end, whatever that is: code of a user's that leaves the process
@@ -113,6 +96,18 @@ class RoleProcess(SupervisedProcess):
         with contextlib.suppress(BlockingIOError):  # a surviving child process holds the other end
             self._received += os.read(self._messages, LONGEST_MESSAGE + len(END))
         return self._received
+
+
+class Slot(Supervised[RoleProcess]):
+    """A role or a job of a run, which has one name in roles.json, heartbeats/ and logs/."""
+
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
+        rule = RestartRule(config.max_restarts)
+        super().__init__(name, run.logs / f"{name}.log", run.heartbeat(name), rule)
+        self.run = run
+        self.config = config
+        self.ended = False
+        """Whether the work is done or given up."""
 
 
 class EarlyProcess:
