@@ -36,7 +36,8 @@ class StepDisplay:
 
     def __init__(self, run: RunDirectory, start_step: int, max_steps: int, console: Console | None = None):
         self._view = RunView(run.path)
-        self._events_seen = len(self._view.history())  # those of earlier attempts
+        earlier = self._view.history()
+        self._events_seen = len(earlier)
         self._row: Row | None = None
         self.max_steps = max_steps
         self.step = start_step
@@ -48,7 +49,7 @@ class StepDisplay:
         self._unprinted: Row | None = None
         self._disk_at = 0.0
         self._room: DiskRoom | None = None
-        self._diagnosis = Diagnosis(RULES)
+        self._diagnosis = Diagnosis(RULES, earlier)
         self._unsaid: list[str] = []
         self._live = False
         self._live_view = Live(

@@ -25,7 +25,7 @@ from cairn.launch.preemption import Notice, watching
 from cairn.launch.ray.environment import remove_private_folders
 from cairn.launch.supervise.role import OWN_WORKERS, RoleSlot
 from cairn.run.directory import RunDirectory
-from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
+from cairn.run.exits import EXIT_LOST, EXIT_STOPPED, WORKING, RoleFailed
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.messages import Attempt
@@ -104,7 +104,8 @@ def run_roles(run: RunDirectory, plan: RunPlan, attempt: Attempt) -> int:
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
         code = conclude(run, attempt, watched["trainer"].exit_code, display.step, config)
-    say_findings(display.outcome())
+    if code != EXIT_STOPPED or display.step != config.stop_after:  # else it is meant to go on
+        say_findings(display.outcome())
     check_failures = say_what_failed(run, attempt.command, config, shorter(run.path))
     if account := display.account():
         print(account, flush=True)

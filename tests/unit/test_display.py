@@ -159,6 +159,23 @@ def test_what_keeps_a_run_from_learning_is_said_once_at_once_and_at_the_end(
     assert "48 of 48 prompts taught nothing in steps 1 to 6" in str(outcome)
 
 
+def test_an_attempt_repeats_a_note_only_if_settings_changed(run: RunDirectory):
+    """The turns of a branch are attempts, too."""
+
+    def said(*steps: int) -> int:
+        display = StepDisplay(run, steps[0] - 1, 9, console(terminal=False, width=300))
+        with display:
+            for step in steps:
+                run.metrics.append({"step": step, **ROW, **FLAT})
+                display.update()
+        return display.console.file.getvalue().count("note: ")
+
+    assert said(1, 2, 3) == 1
+    assert said(4, 5) == 0
+    run.history.change({"step": 5, "name": "orchestrator.sampling.max_tokens"})
+    assert said(6, 7) == 1
+
+
 def test_messages_are_not_cut_at_the_edge(locked: RunDirectory):
     """The reason of failing rollouts stands at the end of its line."""
     display = StepDisplay(locked, 0, 9, console(terminal=True))

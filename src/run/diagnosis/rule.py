@@ -139,12 +139,20 @@ def findings(rules: Iterable[Rule], seen: RuleInput) -> list[Finding]:
 
 class Diagnosis:
     """Follows a run: each finding is reported when it is first made, and again only once it is clearly
-    worse."""
+    worse, or the run has gone on with other settings.
 
-    def __init__(self, rules: Sequence[Rule]):
+    history: the events of history.jsonl, which tell what earlier attempts have reported.
+    """
+
+    def __init__(self, rules: Sequence[Rule], history: Iterable[Row] = ()):
         self._rules = rules
         self._told: dict[str, int] = {}
         """The level at which each was reported, by its rule."""
+        for event in history:
+            if event["event"] == "change":
+                self._told.clear()
+            elif event["event"] == "diagnosed":
+                self._told[event["rule"]] = event["level"]
 
     def news(self, seen: RuleInput) -> list[Finding]:
         """What is to be reported now."""
