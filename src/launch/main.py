@@ -7,19 +7,17 @@ Heavy modules are imported after the command line is parsed, so that --help answ
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.config.cli import COMMANDS, load, load_branches, require
 from cairn.config.rl import RLConfig
 from cairn.config.service import ServiceConfig
+from cairn.config.shared import SlurmConfig, ToolCommand
 from cairn.run.errors import UsageError, one_of
 from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.output import importing, saying
-
-if TYPE_CHECKING:
-    from cairn.config.shared import SlurmConfig
 
 
 def sft() -> int:
@@ -110,7 +108,7 @@ def _begin(command: str, config: Any) -> int:
     return start(command, config)
 
 
-def _submit(command: str, config: Any, slurm: "SlurmConfig") -> int:
+def _submit(command: str, config: Any, slurm: SlurmConfig) -> int:
     """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead."""
     from cairn.config.kinds import KINDS
     from cairn.launch.slurm.job import job_of, submit
@@ -124,93 +122,125 @@ def _submit(command: str, config: Any, slurm: "SlurmConfig") -> int:
     return 0
 
 
-def _tool(load: Callable[[], Callable[[], int]]) -> Callable[[], int]:
-    """The command that `load` imports: what returns the exit code."""
+def _tool(find: Callable[[], type[ToolCommand] | Callable[[], int]]) -> Callable[[], int]:
+    """The command that `find` imports: its class, or what returns the exit code."""
 
-    @functools.wraps(load)
+    def run() -> int:
+        found = find()
+        return load(found, sys.argv[1:]).execute() if isinstance(found, type) else found()
+
+    @functools.wraps(find)
     def command() -> int:
-        return answer(lambda: load()())
+        return answer(run)
 
     return command
+
+
+def _one_of(command: str, about: str, each: Mapping[str, type[ToolCommand]]) -> int:
+    """`COMMAND NAME ...`: run the one of that name; returns the exit code."""
+    name, *argv = sys.argv[1:] or [""]
+    if name in each:
+        return load(each[name], argv).execute()
+    return _list(command, name, about, {name: one.__doc__ or "" for name, one in each.items()})
+
+
+def _list(command: str, name: str, about: str, each: Mapping[str, str], more: str = "") -> int:
+    """Answer a name that is none of a command's own: --help lists these; returns the exit code.
+
+    Args:
+        each: what each of them does, by its name.
+
+    Raises:
+        UsageError: there is no such one.
+    """
+    if name not in ("-h", "--help"):
+        what = f"{command} {name}: there is no such command{one_of(name, each)}" if name else "give a command"
+        raise UsageError(f"{what}; {command} --help lists them")
+    width = max(map(len, each)) + 2
+    print(f"usage: {command} COMMAND ...\n\n{about}\n")
+    for one, does in each.items():
+        print(f"  {one:<{width}}{next(iter(does.splitlines()), '')}")
+    print(f"\n{command} COMMAND --help shows what a command takes{more}.")
+    return 0
 
 
 @_tool
 def ckpt() -> Callable[[], int]:
     """`ckpt list|show|verify|audit ... PATH`: inspect and manage checkpoints and runs."""
     with saying("importing what reads checkpoints"):
-        from cairn.tools.ckpt import run
-    return run
+        from cairn.tools.ckpt import COMMANDS
+    return functools.partial(_one_of, "ckpt", "Inspect and manage the checkpoints of a run.", COMMANDS)
 
 
 @_tool
-def rollouts() -> Callable[[], int]:
+def rollouts() -> type[ToolCommand]:
     """`rollouts RUN_DIR`: the answers that a run was trained on, in the terminal."""
-    from cairn.tools.rollouts import run
+    from cairn.tools.rollouts import Rollouts
 
-    return run
+    return Rollouts
 
 
 @_tool
-def runs() -> Callable[[], int]:
+def runs() -> type[ToolCommand]:
     """`runs [FOLDER]`: all runs below a folder, and the command that goes on with each."""
     return _of_runs("runs")
 
 
 @_tool
-def watch() -> Callable[[], int]:
+def watch() -> type[ToolCommand]:
     """`watch RUN`: a live view of a run, whoever has started it."""
     return _of_runs("watch")
 
 
 @_tool
-def diagnose() -> Callable[[], int]:
+def diagnose() -> type[ToolCommand]:
     """`diagnose RUN`: what keeps a run from learning, in sentences."""
     return _of_runs("diagnose")
 
 
 @_tool
-def report() -> Callable[[], int]:
+def report() -> type[ToolCommand]:
     """`report RUN`: a run as one HTML file that needs nothing else."""
     return _of_runs("report")
 
 
 @_tool
-def dash() -> Callable[[], int]:
+def dash() -> type[ToolCommand]:
     """`dash [FOLDER]`: a local web page of the runs below a folder."""
     with saying("importing what reads runs"):
-        from cairn.watch.page.command import run
-    return run
+        from cairn.watch.page.command import ServeDash
+    return ServeDash
 
 
 @_tool
-def branches() -> Callable[[], int]:
+def branches() -> type[ToolCommand]:
     """`branches FOLDER`: the branches of a run (rl --branch), and how they compare; ends one of them."""
     with saying("importing what reads runs"):
-        from cairn.tools.branches import run
-    return run
+        from cairn.tools.branches import ListBranches
+    return ListBranches
 
 
-def _of_runs(name: str) -> Callable[[], int]:
+def _of_runs(name: str) -> type[ToolCommand]:
     """A command that only reads run directories."""
     with saying("importing what reads runs"):
-        from cairn.watch.commands import run
-    return functools.partial(run, name)
+        from cairn.watch.commands import COMMANDS
+    return COMMANDS[name]
 
 
 @_tool
-def new() -> Callable[[], int]:
+def new() -> type[ToolCommand]:
     """`new NAME`: write a small project with an environment, its test and settings, ready to run."""
-    from cairn.tools.new import run
+    from cairn.tools.new import New
 
-    return run
+    return New
 
 
 @_tool
 def env() -> Callable[[], int]:
     """`env try NAME`: what an environment asks, and what its reward gives for your answers."""
     with saying("importing what asks environments"):
-        from cairn.tools.env import run
-    return run
+        from cairn.tools.env import Try
+    return functools.partial(_one_of, "cairn env", "Look at environments, without a run.", {"try": Try})
 
 
 @_tool
@@ -250,16 +280,6 @@ def main() -> int:
     if name in EACH:
         sys.argv = sys.argv[1:]  # the command finds its arguments, and notes its name, as without `cairn`
         return EACH[name]()
-    return answer(functools.partial(_other_than_a_command, name))
-
-
-def _other_than_a_command(name: str) -> int:
-    if name in ("-h", "--help"):
-        print("usage: cairn COMMAND ...\n\nPost-training for language models that never loses its place.\n")
-        for command, function in EACH.items():
-            print(f"  {command:<14}{(function.__doc__ or '').partition('`: ')[2].rstrip('.')}")
-        print("\ncairn COMMAND --help shows what a command takes; cairn --version, the version.")
-        return 0
-    raise UsageError(
-        f"cairn {name}: there is no such command{one_of(name, [*EACH])}; cairn --help lists them"
-    )
+    about = "Post-training for language models that never loses its place."
+    each = {one: (does.__doc__ or "").partition("`: ")[2].rstrip(".") for one, does in EACH.items()}
+    return answer(lambda: _list("cairn", name, about, each, "; cairn --version, the version"))

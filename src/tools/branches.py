@@ -1,13 +1,11 @@
 """`cairn branches`: lists the branches that `rl --branch` runs, and ends one at whatever step it is."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from cairn.config.cli import load
 from cairn.config.shared import LocalRun, ToolCommand
 from cairn.run.branches import BranchChoice, Branches, BranchStates, shown_score
 from cairn.run.errors import CairnError
@@ -76,8 +74,3 @@ def _row(branches: Branches, states: BranchStates, name: str) -> dict[str, Any]:
         score = None
     mean = None if score is None else float(f"{score:.6g}")
     return {"branch": name, "state": state, "step": step, "score": mean, "why": end and end.reason}
-
-
-def run() -> int:
-    """The command line; returns the exit code."""
-    return load(ListBranches, sys.argv[1:]).execute()

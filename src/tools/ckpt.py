@@ -1,16 +1,14 @@
 """The `ckpt` command: inspects and manages checkpoints, with or without a run around them."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.cli import load
 from cairn.config.shared import LocalRun, Place, ToolCommand
 from cairn.formats.transfer.diff import compare
 from cairn.remote.uploads import note_origin
-from cairn.run.errors import UsageError, one_of
+from cairn.run.errors import UsageError
 from cairn.run.output import progress_bars
 from cairn.tools.ckpt_formats import AverageSteps, Export, Import
 from cairn.tools.ckpt_output import print_audit, print_diff, print_json, print_manifest, say
@@ -171,20 +169,3 @@ COMMANDS = {
         *(Audit, ReplaySteps, Prove, Bisect, MakePlan),
     )
 }
-
-
-def run() -> int:
-    """Run the command; returns the exit code."""
-    name, *argv = sys.argv[1:] or [""]
-    if name in ("-h", "--help"):
-        print("usage: ckpt COMMAND ...\n\nInspect and manage the checkpoints of a run.\n")
-        for name, command in COMMANDS.items():
-            print(f"  {name:<9}{command.__doc__}")
-        print("\nckpt COMMAND --help shows what a command takes.")
-        return 0
-    if name not in COMMANDS:
-        what = (
-            f"ckpt {name}: there is no such command{one_of(name, [*COMMANDS])}" if name else "give a command"
-        )
-        raise UsageError(f"{what}; ckpt --help lists them")
-    return load(COMMANDS[name], argv).execute()

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import Field
 
-from cairn.config.cli import load
 from cairn.config.environment import EnvironmentConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.shared import ToolCommand
@@ -37,7 +36,7 @@ from cairn.orchestrator.environments import (
 from cairn.orchestrator.environments.calls import AskedEnvironment, Raised
 from cairn.orchestrator.environments.protocol import in_parts
 from cairn.run.conversations import NoPrompt
-from cairn.run.errors import CairnError, UsageError, one_of
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.waiting import run_async
 from cairn.tools.ckpt_output import print_json, say
 
@@ -382,21 +381,3 @@ class TypedModel:
 async def _result(call: Callable[[], Any]) -> Any:
     found = call()
     return await found if inspect.isawaitable(found) else found
-
-
-COMMANDS = {"try": Try}
-
-
-def run() -> int:
-    """Run the command; returns the exit code."""
-    name, *argv = sys.argv[1:] or [""]
-    if name in ("", "-h", "--help"):
-        print("usage: cairn env try NAME\n\nLook at environments, without a run.\n")
-        print("  try  ask an environment for a problem, answer it, and see the reward")
-        print("\ncairn env try --help shows what it takes.")
-        return 0
-    if name not in COMMANDS:
-        raise UsageError(
-            f"cairn env {name}: there is no such command{one_of(name, COMMANDS)}; there is env try"
-        )
-    return load(COMMANDS[name], argv).execute()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn import __version__
-from cairn.config.cli import load
 from cairn.config.shared import ToolCommand
 from cairn.run.errors import UsageError
 from cairn.tools.ckpt_output import print_json, say
@@ -146,8 +145,3 @@ def _is_installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def run() -> int:
-    """Run the command; returns the exit code."""
-    return load(New, sys.argv[1:]).execute()

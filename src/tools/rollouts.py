@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from cairn.config.cli import load
 from cairn.config.shared import GivenRollout, LocalRun, ToolCommand
 from cairn.orchestrator.rollout_log import KEY, SCHEMA, KeptRollouts, kind_of, question
 from cairn.run.directory import NO_RUN
@@ -103,11 +102,6 @@ class Rollouts(ToolCommand):
         else:
             _print_rows(rows)
         return 0
-
-
-def run() -> int:
-    """Run the command; returns the exit code."""
-    return load(Rollouts, sys.argv[1:]).execute()
 
 
 def kept_rollouts(path: Path) -> KeptRollouts:

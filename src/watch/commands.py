@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from pydantic import Field
 
-from cairn.config.cli import load
 from cairn.config.shared import Place, ToolCommand
 from cairn.run.diagnosis import RULES
 from cairn.run.directory import NO_RUN
@@ -338,8 +336,3 @@ class WriteReport(LooksAtRun):
 COMMANDS: dict[str, type[ToolCommand]] = {
     each.command: each for each in (ListRuns, WatchRun, DiagnoseRun, WriteReport)
 }
-
-
-def run(name: str) -> int:
-    """Run one of the commands; returns the exit code."""
-    return load(COMMANDS[name], sys.argv[1:]).execute()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from runs import REPOSITORY
 
-from cairn.tools.env import run
+from cairn.launch.main import env
 
 MODEL = REPOSITORY / "configs" / "reverse_text" / "model"
 OWN = '''
@@ -90,12 +90,9 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.delitem(sys.modules, "own_to_try", raising=False)
 
     def tried(*arguments: object, typed: str = "") -> tuple[int, str, str]:
-        from cairn.run.exits import answer
-
         monkeypatch.setattr(sys, "argv", ["cairn env", "try", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        code = answer(run)
-        return (code, *capsys.readouterr())
+        return (env(), *capsys.readouterr())
 
     return tried
 

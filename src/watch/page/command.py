@@ -5,13 +5,11 @@ import errno
 import json
 import secrets
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from cairn.config.cli import load
 from cairn.config.shared import Place, ToolCommand
 from cairn.run.errors import UsageError
 from cairn.run.output import printable
@@ -86,11 +84,6 @@ class ServeDash(ToolCommand):
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run([listener])
         return 0
-
-
-def run() -> int:
-    """Run the command; returns the exit code."""
-    return load(ServeDash, sys.argv[1:]).execute()
 
 
 def listen(port: int | None) -> socket.socket:
