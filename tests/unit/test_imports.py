@@ -54,8 +54,9 @@ ENTRIES = {
     "launch/slurm/servers_of_node.py",
     "launch/slurm/wait_for_nodes.py",
     "service/helper_process.py",
+    "tools/branches.py",
 }
-"""Programs, and what another program names by its path."""
+"""Programs and commands, and what another program names by its path."""
 DOORS = ("cairn", "cairn.__main__")
 MOST_SHORT = 6
 """To do: how many other files are shorter than a chapter. It may only fall."""
