@@ -16,11 +16,10 @@ from cairn.config.shared import (
     RLSlurmConfig,
     SharedConfig,
     SupervisionConfig,
-    listing,
-    names_in,
 )
 from cairn.config.teachers import ONLY_AT_ONE, is_served
 from cairn.config.trainer import TrainerConfig
+from cairn.run.machine import gpu_list, gpu_names
 from cairn.run.object_store import is_loopback
 
 SERVER = "inference"
@@ -39,14 +38,14 @@ class ServersConfig(InferenceConfig):
     @property
     def each(self) -> Mapping[str, "ServersConfig"]:
         """The settings of each server by its role's name, with its own port and its part of the GPUs."""
-        count, gpus = self.servers or 1, names_in(self.gpus or "0") or ()
+        count, gpus = self.servers or 1, gpu_names(self.gpus or "0") or ()
         size = len(gpus) // count
         return {
             SERVER if number == 0 else f"{SERVER}_{number}": self.model_copy(
                 update={
                     "servers": 1,
                     "port": self.port + number,
-                    "gpus": listing(list(gpus[size * number : size * (number + 1)])) if gpus else self.gpus,
+                    "gpus": gpu_list(list(gpus[size * number : size * (number + 1)])) if gpus else self.gpus,
                 }
             )
             for number in range(count)

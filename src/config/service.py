@@ -8,8 +8,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import MAX_RANK
 from cairn.config.settings import AbsolutePath, BaseConfig, refuse_twins, separate
-from cairn.config.shared import CommandConfig, names_in
-from cairn.run.machine import bytes_of
+from cairn.config.shared import CommandConfig
+from cairn.run.machine import bytes_of, gpu_names
 
 TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 KEY_PREFIX = "tml-"
@@ -110,7 +110,7 @@ class ServiceConfig(CommandConfig):
     @model_validator(mode="after")
     def _which_gpus(self) -> "ServiceConfig":
         gpus = self.inference.gpus
-        if gpus not in (None, "0") and names_in(gpus) is None:
+        if gpus not in (None, "0") and gpu_names(gpus) is None:
             raise ValueError(
                 f"inference.gpus = {gpus!r}: a number of GPUs is given, and this command chooses none: "
                 f"name them, such as 0,1 or, for number {gpus} alone, {gpus},"

@@ -1,6 +1,5 @@
 """Settings that several commands have: GPUs, supervision, preemption, Slurm."""
 
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.settings import AbsolutePath, BaseConfig
 from cairn.config.sinks import SinksConfig
-from cairn.run.machine import VISIBLE
+from cairn.run.machine import gpu_list, gpu_names
 from cairn.run.object_store import SCHEMES, is_url
 
 if TYPE_CHECKING:
@@ -108,48 +107,13 @@ class SupervisionConfig(BaseConfig):
     sinks: SinksConfig = SinksConfig()
 
 
-# The type of settings that name GPUs: a number of them, or a list as in CUDA_VISIBLE_DEVICES.
-
-
-ORDER = "CUDA_DEVICE_ORDER"
-"""Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
-
-
-def names_in(value: str) -> tuple[str, ...] | None:
-    """The names that a checked value lists; None if it is a number of GPUs.
-
-    0,1 and 3, and GPU-5ab1 are lists; 3 is a number.
-    """
-    if value.isdecimal():
-        return None
-    return tuple(name for name in value.split(",") if name)
-
-
-def use_gpus(gpus: str | None) -> None:
-    """Let this process, and those that it starts, see these GPUs only; None changes nothing.
-
-    To be called before CUDA is initialised. `gpus` is a value that names them.
-    """
-    if gpus is None:
-        return
-    os.environ[VISIBLE] = ",".join(names_in(gpus) or ())
-    os.environ.setdefault(ORDER, "PCI_BUS_ID")
-
-
-def listing(names: list[str]) -> str:
-    """The value that lists `names`; 0 for none."""
-    if len(names) == 1 and names[0].isdecimal():
-        return f"{names[0]},"
-    return ",".join(names) or "0"
-
-
 def _checked(value: Any) -> Any:
     if isinstance(value, list):
-        value = listing([str(name) for name in cast("list[Any]", value)])
+        value = gpu_list([str(name) for name in cast("list[Any]", value)])
     if isinstance(value, bool) or not isinstance(value, int | str):
         return value  # the type's own check will report it
     text = "".join(str(value).split())
-    names = names_in(text)
+    names = gpu_names(text)
     if text == "" or names == () or text.startswith("-"):
         raise ValueError(
             f"{value!r} is neither a number of GPUs (2) nor a list of them (0,1 or GPU-5ab1; one alone: 3,)"

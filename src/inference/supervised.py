@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cairn.config.inference import InferenceConfig
-from cairn.config.shared import SupervisionConfig, use_gpus
+from cairn.config.shared import SupervisionConfig
 from cairn.run import heartbeat
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import END_SERVER, EXIT_USAGE, answer
+from cairn.run.machine import use_gpus
 from cairn.run.processes import die_with, kill_descent, log_end
 from cairn.run.supervised import RestartRule, Supervised, SupervisedProcess
 

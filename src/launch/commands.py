@@ -8,7 +8,6 @@ from typing import Any
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
-from cairn.config.shared import use_gpus
 from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.exit_report import after_failure
 from cairn.launch.jobs.background import JOBS
@@ -26,6 +25,7 @@ from cairn.orchestrator.policy_sync.following import AttemptOver
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, PolicyAltered, RoleFailed
+from cairn.run.machine import use_gpus
 
 
 def start(command: str, config: Any) -> int:

@@ -22,7 +22,6 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SERVER
-from cairn.config.shared import use_gpus
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start, newest_trainer_start
 from cairn.launch.jobs.background import JOBS
@@ -32,6 +31,7 @@ from cairn.run import heartbeat, noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED, answer
 from cairn.run.files import DamagedFile
+from cairn.run.machine import use_gpus
 from cairn.run.messages import Attempt
 from cairn.run.output import importing, log_crashes, log_to, start_logging
 from cairn.run.processes import allow_open_files, die_with, in_background, stop_on_signals

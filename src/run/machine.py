@@ -147,6 +147,41 @@ def gpus_named(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
     return exact or [gpu for gpu in gpus if name and gpu.uuid.startswith(name)]
 
 
+# How settings and CUDA_VISIBLE_DEVICES name GPUs
+
+
+ORDER = "CUDA_DEVICE_ORDER"
+"""Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
+
+
+def gpu_names(value: str) -> tuple[str, ...] | None:
+    """The names that a setting such as `gpus` lists; None if it is a number of GPUs.
+
+    0,1 and 3, and GPU-5ab1 are lists; 3 is a number.
+    """
+    if value.isdecimal():
+        return None
+    return tuple(name for name in value.split(",") if name)
+
+
+def gpu_list(names: Sequence[str]) -> str:
+    """The value that lists `names`; 0 for none."""
+    if len(names) == 1 and names[0].isdecimal():
+        return f"{names[0]},"
+    return ",".join(names) or "0"
+
+
+def use_gpus(gpus: str | None) -> None:
+    """Let this process, and those that it starts, see these GPUs only; None changes nothing.
+
+    To be called before CUDA is initialised. `gpus` is a value that names them.
+    """
+    if gpus is None:
+        return
+    os.environ[VISIBLE] = ",".join(gpu_names(gpus) or ())
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")
+
+
 def machine_of(words: str) -> Machine:
     """The machine that `words` describe, for planning: GPUs, and host memory after a comma.
 

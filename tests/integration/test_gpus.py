@@ -148,7 +148,7 @@ import json, os, sys
 from pathlib import Path
 import ray
 from cairn.config.trainer import SFTConfig
-from cairn.config.shared import use_gpus
+from cairn.run.machine import use_gpus
 from cairn.launch.ray.worker import RankProcess
 from cairn.launch.ray.placement import ClusterPlacement
 from cairn.launch.ray.cluster import start_ray

@@ -13,7 +13,6 @@ from cairn.config.cli import load
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
-from cairn.config.shared import use_gpus
 from cairn.config.trainer import SFTConfig
 from cairn.launch.plan.gpu_assignment import (
     Placing,
@@ -28,7 +27,7 @@ from cairn.launch.ray.worker import RankProcess, RayProcess
 from cairn.launch.supervise.ranks import Ranks, RankSlot
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.machine import Gpu, Machine, visible
+from cairn.run.machine import Gpu, Machine, use_gpus, visible
 
 GPUS = [Gpu(i, f"GPU-{i:08x}-5ab1", "H100", 80 << 30) for i in range(8)]
 URL = ["--orchestrator.inference-url", "http://elsewhere:8000"]

@@ -15,12 +15,11 @@ from typing import Any
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.rl import RLConfig
-from cairn.config.shared import listing, names_in
 from cairn.config.trainer import TrainerBase
 from cairn.inference.vllm_command import Build
 from cairn.launch.plan.colocation import taking_turns
 from cairn.run.errors import UsageError
-from cairn.run.machine import Gpu, Machine, gpus_named
+from cairn.run.machine import Gpu, Machine, gpu_list, gpu_names, gpus_named
 
 NONE_TAKEN: Mapping[str, str] = MappingProxyType({})
 
@@ -180,7 +179,7 @@ def torch_without_cuda() -> str | None:
 
 def gpus_of_server(config: RunConfig) -> tuple[str, ...]:
     """The names of the GPUs that `placed` has given to the run's own servers."""
-    return names_in(config.inference.gpus or "0") or () if isinstance(config, RLConfig) else ()
+    return gpu_names(config.inference.gpus or "0") or () if isinstance(config, RLConfig) else ()
 
 
 def _beside_server(config: RLConfig, machine: Machine, vllm: Build) -> Placing:
@@ -254,7 +253,7 @@ def _turns(
 ) -> Placing:
     """Both roles on one GPU, or both on the CPU."""
     values = [value for value in (config.trainer.gpus, config.inference.gpus) if value is not None]
-    counts = [int(value) for value in values if names_in(value) is None]
+    counts = [int(value) for value in values if gpu_names(value) is None]
     gpus = tuple(of_trainer or of_server or machine.gpus[: counts[0] if counts else None])
     differ = of_trainer is not None and of_server is not None and set(of_trainer) != set(of_server)
     one_on_cpu = machine.has_gpus and counts == [0]
@@ -380,7 +379,7 @@ def _find(value: str | None, machine: Machine, flag: str) -> tuple[Gpu, ...] | N
     Raises:
         UsageError: one is not there, or is named twice.
     """
-    names = None if value is None else names_in(value)
+    names = None if value is None else gpu_names(value)
     if names is None:
         return None
     found: list[Gpu] = []
@@ -400,7 +399,7 @@ def _name(gpu: Gpu) -> str:
 
 
 def _named(gpus: Sequence[Gpu]) -> str:
-    return listing([_name(gpu) for gpu in gpus])
+    return gpu_list([_name(gpu) for gpu in gpus])
 
 
 def _list(gpus: Sequence[Gpu]) -> str:

@@ -19,12 +19,11 @@ from ray._private.state import state as ray_state
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 from ray.exceptions import AuthenticationError, RpcError
 
-from cairn.config.shared import names_in
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray import local as local_ray
 from cairn.run.errors import UsageError
 from cairn.run.exits import RayFailed, RoleFailed
-from cairn.run.machine import this_machine
+from cairn.run.machine import gpu_names, this_machine
 from cairn.run.signals import stop_signals_blocked
 from cairn.run.waiting import Patience
 
@@ -42,7 +41,7 @@ def computes_on_gpus(config: TrainerBase) -> bool:
 
     It has written `gpus` 0 where a given cluster has none, and which ones they are on this machine.
     """
-    return config.gpus != "0" if config.ray.address else bool(names_in(config.gpus or "0"))
+    return config.gpus != "0" if config.ray.address else bool(gpu_names(config.gpus or "0"))
 
 
 def start_ray(config: TrainerBase) -> None:
@@ -66,7 +65,7 @@ def start_ray(config: TrainerBase) -> None:
         # Ranks and servers share the cores; a spinning thread would block a core.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # inherited by Ray's processes, and by workers until they train
-        gpus = len(names_in(config.gpus or "0") or ())
+        gpus = len(gpu_names(config.gpus or "0") or ())
         _start_local(config.ranks, gpus, config.ray.start_timeout)
 
 
