@@ -1,4 +1,4 @@
-"""Make lists of three words, of which the last is to be said: python prepare.py OUT
+"""Make lists of five words, of which the last is to be said: python prepare.py OUT
 
 The seed is fixed: all runs have the same problems. The words of the held-out ones are others.
 """
@@ -23,8 +23,8 @@ def main(out: Path) -> None:
     for name, words, count in (("train", TRAIN, 1200), ("held_out", HELD_OUT, 48)):
         with (out / f"{name}.jsonl").open("w") as file:
             for _ in range(count):
-                a, b, c = draws.sample(words.split(), 3)
-                print(json.dumps({"prompt": f"{a}, {b}, {c}", "answer": c}), file=file)
+                listed = draws.sample(words.split(), 5)
+                print(json.dumps({"prompt": ", ".join(listed), "answer": listed[-1]}), file=file)
 
 
 if __name__ == "__main__":
