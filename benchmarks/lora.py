@@ -28,7 +28,7 @@ from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.config.model import LoraConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.formats import FORMATS
 from cairn.inference.plugin.adapters import AdapterCopies
 from cairn.trainer.group import RankGroup

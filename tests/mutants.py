@@ -525,7 +525,7 @@ MUTANTS = (
     # Locks
     M(
         "run directory without lock",
-        "RunDirectory.lock",
+        "LockedFolder.lock",
         "flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)",
         "pass",
         "test_run test_file_system",

@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 from cairn.config.inference import InferenceConfig
 from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import SERVER, RLConfig
-from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig, TrainerBase
 from cairn.run.errors import UsageError
 
 RunConfig = SFTConfig | DPOConfig | RewardConfig | TrainerConfig | RLConfig

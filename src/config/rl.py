@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from cairn.config.branches import BranchesConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import IN_FLIGHT, OrchestratorConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.shared import (
     CommandConfig,
     RLSlurmConfig,
@@ -18,7 +19,6 @@ from cairn.config.shared import (
     SupervisionConfig,
 )
 from cairn.config.teachers import ONLY_AT_ONE, is_served
-from cairn.config.trainer import TrainerConfig
 from cairn.run.machine import gpu_list, gpu_names
 from cairn.run.object_store import is_loopback
 

@@ -20,9 +20,10 @@ from cairn.launch.start import Start, StartDamaged, newest_attempt
 from cairn.remote import Objects, RemoteStore
 from cairn.run.batches import BadBatch
 from cairn.run.changes import Settings
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.run.metrics import lost, ranges_of
 from cairn.run.recipe import TRAINER

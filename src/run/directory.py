@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.run.batches import BadBatch, RLBatch, batch_files, batch_path, open_batch, read_batch, read_origin
-from cairn.run.errors import UsageError
-from cairn.run.file_system import file_system_of, flock, look_anew, open_lock
+from cairn.run.file_system import flock, open_lock
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History, RewindLog
 from cairn.run.jsonlines import as_object
+from cairn.run.locked_folder import LockedFolder
 from cairn.run.messages import Attempt, Deadline, PolicyVersions, RoleEntry, StopRequest
 from cairn.run.metrics import MetricsLog
-from cairn.run.waiting import POLL_SECONDS, Patience, Rates
+from cairn.run.waiting import Rates
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,11 +37,6 @@ JOURNALS = ("-wal", "-shm", "-journal")
 """Ends of the names of SQLite's journals, which belong to the file that is named like them without it."""
 RESERVE_SECONDS = 2.0
 """Seconds before a deadline that are left for ending processes, and for a scheduler's commands after them."""
-LOOKERS_SECONDS = 10.0
-"""How long a launcher waits for whoever only looks whether a run directory is locked, which takes an instant
-unless that process is stopped in it."""
-
-
 NO_RUN = "is not a run directory: it has no roles.json, metrics.jsonl or history.jsonl"
 """What is said of a folder of which `RunDirectory.exists` is false."""
 
@@ -63,7 +58,7 @@ def checkpoints_by(config: Mapping[str, Any] | None, run: Path) -> Path:
     return RunDirectory(run, folder if isinstance(folder, str) else None).checkpoints
 
 
-class RunDirectory:
+class RunDirectory(LockedFolder):
     """Everything that a run owns (docs/reference/run-directory.md), and nobody else writes to.
 
     Any of its files may be damaged when a run starts: a power cut leaves files empty, disks lose sectors.
@@ -71,7 +66,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None):
-        self.path = Path(path).absolute()
+        super().__init__(Path(path).absolute())
         self.checkpoints = Path(checkpoints).absolute() if checkpoints else self.path / "checkpoints"
         self.config = self.path / "config.json"
         self.recipe = self.path / "recipe.json"
@@ -101,10 +96,6 @@ class RunDirectory:
         self.rewinds = RewindLog(self.path / "rewinds.json")
         self._stop = self.path / "stop.json"
         self._deadline = self.path / "deadline.json"
-        self._begun_lock = self.path / ".begun.lock"
-        """Held by a launcher from when roles.json has its attempt: until then it has the one before."""
-        self._begun: int | None = None
-        self._lock: int | None = None
         self._warned = False
         self._known: Attempt | None = None
         """The newest attempt that was read or begun here, in case that roles.json is damaged meanwhile."""
@@ -183,9 +174,7 @@ class RunDirectory:
         self._deadline.unlink(missing_ok=True)
         self._known = attempt
         write_json(self.roles, {**asdict(attempt), "roles": {}}, durable=True)
-        if self._lock is not None and self._begun is None:
-            self._begun = open_lock(self._begun_lock)
-            flock(self._begun, fcntl.LOCK_EX, self._begun_lock)  # whoever only looks holds it for an instant
+        self.note_begun()
 
     def attempt(self) -> Attempt | None:
         """The current or latest attempt; None if there never was one, or if what says so is damaged."""
@@ -267,70 +256,9 @@ class RunDirectory:
         content = self._read_roles()
         return content.roles if content else None
 
-    def lock(self) -> bool:
-        """Keep other launchers out until `unlock`, or this process's end; False if one is at work already.
-
-        Raises:
-            UsageError: the file system has no locks.
-        """
-        if self._lock is not None:
-            return True
-        path = self.path / ".lock"
-        fd = open_lock(path)  # closes with the process
-        patience = Patience(LOOKERS_SECONDS)
-        while not patience.over:
-            with contextlib.suppress(BlockingIOError):
-                flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
-                if not _is_at(fd, path):  # the lock is of a file, and the promise about a path
-                    os.close(fd)
-                    fd = open_lock(path)
-                    continue
-                self._lock = fd
-                return True
-            try:  # whoever only looks, as `is_locked` does, shares it
-                flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
-            except BlockingIOError:
-                break
-            flock(fd, fcntl.LOCK_UN, path)
-            time.sleep(POLL_SECONDS)
-        os.close(fd)
-        return False
-
-    def has_moved(self) -> bool:
-        """Whether the folder that this process has locked is not the one at `path` any more.
-
-        It was moved, removed or replaced, and another process may be at work in what is there now.
-        """
-        return self._lock is not None and not _is_at(self._lock, self.path / ".lock")
-
-    def unlock(self) -> None:
-        """Let other launchers in again."""
-        for fd in (self._begun, self._lock):
-            if fd is not None:
-                os.close(fd)
-        self._begun = self._lock = None
-
-    def is_locked(self) -> bool:
-        """Whether a launcher, this process or another, is at work here."""
-        return self._is_held(self.path / ".lock")
-
-    def _is_held(self, path: Path) -> bool:
-        try:
-            look_anew(self.path)
-            fd = os.open(path, os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-
     def live_attempt(self) -> Attempt | None:
         """The current attempt, if its launcher is alive and its trainer runs."""
-        if not self._is_held(self._begun_lock):
+        if not self.has_begun():
             return None
         content = self._read_roles()
         trainer = content.roles.get("trainer") if content else None
@@ -450,51 +378,5 @@ class RunDirectory:
         return content.time - RESERVE_SECONDS - time.time() if content else None
 
 
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is the one at this path; also if that can't be found out now."""
-    try:
-        there, opened = os.stat(path), os.fstat(fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:  # a server that does not answer
-        return True
-    return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
-
-
 def _kind(file: bool) -> str:
     return "file" if file else "folder"
-
-
-# Taking a run directory for one command at a time.
-
-
-LEASE_SECONDS = 120.0
-"""How long a lock may outlive the machine that held it: a file server can't tell that the machine is gone
-before its lease ends, with NFS 4 after 90 s by default."""
-LOCK_POLL_SECONDS = 1.0
-
-
-def lock(run: RunDirectory) -> None:
-    """Keep other commands out of the run directory until `unlock`, or this process's end.
-
-    On a file system that machines share, a lock that is held is waited for: the machine that holds it may
-    have been taken away.
-
-    Raises:
-        UsageError: another process is running in it; or the file system has no locks.
-    """
-    if run.lock():
-        return
-    found = file_system_of(run.path)
-    if found.is_network:
-        print(
-            f"{run.path} is locked. On its file system ({found}) the lock of a machine that was taken away "
-            f"remains for a while: waiting for it, for up to {LEASE_SECONDS:g} s",
-            flush=True,
-        )
-        patience = Patience(LEASE_SECONDS)
-        while not patience.over:
-            time.sleep(LOCK_POLL_SECONDS)
-            if run.lock():
-                return
-    raise UsageError(f"--output-dir {run.path}: another process is running in it")

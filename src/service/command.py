@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.service import KEY_PREFIX, ServiceConfig, TenantConfig
 from cairn.run.conversations import end_tokens
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders
+from cairn.run.locked_folder import lock
 from cairn.run.output import printable
 from cairn.run.signals import on_stop_signals
 from cairn.service.api import ServiceApi

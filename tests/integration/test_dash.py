@@ -32,7 +32,7 @@ from served import served
 
 import cairn
 from cairn.orchestrator.rollout_log import KeptRollouts
-from cairn.run.directory import lock
+from cairn.run.locked_folder import lock
 from cairn.run.trained_tokens import TrainedTokens, digest_of
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)

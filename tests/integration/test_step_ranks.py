@@ -37,7 +37,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.optimizer import SGDConfig
 from cairn.config.preferences import RewardConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample, Sampling
 from cairn.run.errors import UsageError

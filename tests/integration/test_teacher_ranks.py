@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import write_example
 from torch.distributed.tensor import DTensor
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.model.described import sums_of, weight_files
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import Batch, Sample, Sampling

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tiny import VOCABULARY
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup

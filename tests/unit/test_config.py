@@ -26,8 +26,9 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.preferences import DPOConfig
 from cairn.config.rl import SHARED, RLConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.settings import BaseConfig, settings_of
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.plan.model import resolve_model
 from cairn.run.errors import UsageError

@@ -18,7 +18,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.formats.transfer.diff import compare
 from cairn.formats.transfer.export_step import left_out_of
 from cairn.launch.memory import training_needs

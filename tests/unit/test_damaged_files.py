@@ -25,7 +25,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.optimizer import AdamWConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.inference.pool.membership import ServerList
 from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cairn.checkpoint.manifest import Damaged
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import LoraConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.inference.plugin.staging import Staging
 from cairn.inference.plugin.weight_files import UnusableWeights
 from cairn.policy.checksums import read_checksums

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from cairn.launch import display as module
 from cairn.launch.display import StepDisplay
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 
 ROW = {"loss": -0.01234, "lr": 0.0004, "time/step": 0.42, "time/wait": 0.0, "reward/mean": 0.7231}

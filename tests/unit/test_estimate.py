@@ -24,7 +24,8 @@ from transformers import (
 from cairn.checkpoint.saving.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main, memory
 from cairn.launch.memory import (
     check_rank,

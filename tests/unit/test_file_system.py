@@ -21,7 +21,7 @@ from cairn.checkpoint.tensors.direct_io import direct_file
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
 from cairn.remote import Objects
-from cairn.run import directory, file_system
+from cairn.run import file_system, locked_folder
 from cairn.run.batches import read_origin
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -350,7 +350,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for(
 ):
     """The file server keeps it until its lease ends."""
     mount("nfs4")
-    monkeypatch.setattr(directory, "POLL_SECONDS", 0)
+    monkeypatch.setattr(locked_folder, "POLL_SECONDS", 0)
     said: list[str] = []
 
     def hear(words: str, **_: object) -> None:
@@ -359,7 +359,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for(
 
     monkeypatch.setattr("builtins.print", hear)
     run = RunDirectory(tmp_path)
-    directory.lock(run)
+    locked_folder.lock(run)
     run.unlock()
     assert len(said) == 1
     assert f"{tmp_path} is locked. On its file system (nfs4, mounted at {tmp_path}) the lock of" in said[0]
@@ -377,11 +377,11 @@ def test_a_lock_that_somebody_keeps(
     capsys: pytest.CaptureFixture[str],
 ):
     mount(kind)
-    monkeypatch.setattr(directory, "POLL_SECONDS", 0)
+    monkeypatch.setattr(locked_folder, "POLL_SECONDS", 0)
     if waits:
-        monkeypatch.setattr(directory, "LEASE_SECONDS", 1e-6)
+        monkeypatch.setattr(locked_folder, "LEASE_SECONDS", 1e-6)
     with pytest.raises(UsageError, match=f"^--output-dir {tmp_path}: another process is running in it$"):
-        directory.lock(RunDirectory(tmp_path))
+        locked_folder.lock(RunDirectory(tmp_path))
     assert ("waiting for it" in capsys.readouterr().out) == waits
 
 

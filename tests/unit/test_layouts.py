@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, KLConfig
-from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.losses.policy import PolicyLoss

@@ -12,7 +12,7 @@ from runs import CONFIGS, REPOSITORY
 from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.launch.plan.environments import PROBLEMS, check_orchestrator, facts_of
 from cairn.launch.plan.preflight import Subject, look
 from cairn.orchestrator.completion.chat import ChatFormat

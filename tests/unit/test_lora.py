@@ -29,7 +29,8 @@ from cairn.checkpoint.tensors.placement import Stored, share_of
 from cairn.checkpoint.tensors.sharded_files import read_tensor, write_tensors
 from cairn.config.model import LoraConfig, PrecisionConfig
 from cairn.config.optimizer import AdamWConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.formats import FORMATS, WriteOptions
 from cairn.formats.transfer.export_step import export
 from cairn.formats.transfer.import_step import import_checkpoint

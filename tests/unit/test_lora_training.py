@@ -13,7 +13,8 @@ from tiny import write_example
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.preferences import DPOConfig, DPOLossConfig
-from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig, TrainerBase
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, SIDE, Loss, make_loss

@@ -23,7 +23,8 @@ from cairn.config.loss import (
     PPOClipConfig,
     SFTLossConfig,
 )
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.launch.commands import start
 from cairn.run.batches import COLUMNS, Column, RLBatch, Sample, Sampling, read_batch, write_batch
 from cairn.run.changes import Change, Settings

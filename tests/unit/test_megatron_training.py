@@ -20,7 +20,8 @@ from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.config.cli import load
 from cairn.config.parallel import ParallelConfig
 from cairn.config.preferences import RewardConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.model.hub_layout import hub_layout
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.megatron import families

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Sample
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.losses.policy import PolicyLoss

@@ -8,7 +8,7 @@ from one_rank import one_rank
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, weights_in
 from cairn.trainer.publishing.publisher import TOKENS, make_probe

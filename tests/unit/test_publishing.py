@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from cairn.checkpoint.tensors.host_staging import HostCopies
 from cairn.checkpoint.tensors.sharded_files import write_tensors
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.policy.checksums import checksum, read_checksums
 from cairn.policy.network import host_store
 from cairn.run.directory import RunDirectory

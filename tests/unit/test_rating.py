@@ -13,7 +13,8 @@ from cairn.checkpoint.eval_metrics import RATINGS, note, ratings_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.launch.main import ckpt
 from cairn.launch.plan.settings import with_ratings
 from cairn.remote import Objects

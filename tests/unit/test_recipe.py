@@ -27,7 +27,8 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig, SFTDataConfig
 from cairn.launch.attempt import begin
 from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.plan.settings import with_steps

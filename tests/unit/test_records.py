@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cairn import read_records
-from cairn.config.trainer import SFTDataConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTDataConfig
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord, examine, load_records, mended, same_records
 from cairn.run.errors import UsageError

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from cairn.checkpoint.manifest import FileEntry, Manifest
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.run.batches import batch_path
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

@@ -21,7 +21,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.reader import DIRECT_BYTES, ReadRange, read_pieces
 from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.launch.attempt import newest_start
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.launch.supervise.slot import LONGEST_MESSAGE, send_error

@@ -19,7 +19,8 @@ from tiny import write_example
 from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.attempt import _same_recipe, newest_start
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch

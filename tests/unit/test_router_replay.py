@@ -16,7 +16,7 @@ from runs import CONFIGS, REPOSITORY
 from transformers import PreTrainedModel
 
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.launch import main
 from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample
 from cairn.run.errors import UsageError

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from cairn.config.model import LoraConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.membership import PoolSettings, parse_urls
 from cairn.inference.pool.server_pool import ServerPool

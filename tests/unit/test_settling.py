@@ -16,7 +16,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.model import PrecisionConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import RayConfig, SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import RayConfig, SFTConfig
 from cairn.inference import vllm_command
 from cairn.launch import commands, main
 from cairn.launch.plan import steps

@@ -7,7 +7,7 @@ from runs import CONFIGS, REPOSITORY
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.launch.memory import serving_needs, training_needs
 from cairn.launch.needs import CONTEXT, GIB
 from cairn.launch.plan.colocation import ASLEEP, FREE, LEAST_CACHE, MIB, SharedNeeds, divide, share_memory

@@ -36,7 +36,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.inference import vllm_command
 from cairn.inference.client import InferenceClient
 from cairn.launch.plan.gpu_assignment import placed

@@ -29,10 +29,11 @@ from cairn.config.sinks import SinksConfig
 from cairn.launch.jobs import sinks as beside
 from cairn.launch.jobs.sinks import SinksProcess, sinks_beside
 from cairn.launch.start import StartDamaged
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
 from cairn.run.files import write_json
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.watch.sinks import SINKS, Sink, SinkRun, make_sink, problems_of_sinks, sinks_of
 from cairn.watch.sinks import main as process

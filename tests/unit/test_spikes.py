@@ -13,7 +13,8 @@ from tiny import write_example
 
 from cairn.checkpoint.step_folder import TrainerRecord
 from cairn.config.optimizer import SpikeConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.tools.audit.report import Report
 from cairn.tools.audit.steps import note_skipped

@@ -12,8 +12,8 @@ from tiny import EXAMPLE, VOCABULARY, write_example
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
-from cairn.config.trainer import TrainerConfig
 from cairn.launch import main
 from cairn.launch.memory import frozen_folders, training_needs
 from cairn.launch.plan.other_models import MODELS, Teachers, check_vocabulary

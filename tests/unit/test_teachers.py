@@ -13,8 +13,8 @@ from tiny import EXAMPLE, VOCABULARY, random_model, write, write_example
 from transformers import AutoConfig
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
-from cairn.config.trainer import TrainerConfig
 from cairn.model.described import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError

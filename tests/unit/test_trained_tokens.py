@@ -7,7 +7,7 @@ import pytest
 from recorded_runs import keep, make, rollout, turn
 
 import cairn
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Batch, Piece, Sample, Sampling
 from cairn.run.files import DamagedFile
 from cairn.run.trained_tokens import VALUES, TrainedSample, TrainedTokens, digest_of

@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.optimizer import SchedulerConfig
-from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig, SFTDataConfig
 from cairn.policy.receiver import read_source
 from cairn.run.batches import (
     FROM_TEXT,

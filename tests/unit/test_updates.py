@@ -10,7 +10,7 @@ from one_rank import one_rank
 from pydantic import ValidationError
 from tiny import write_example
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, LossSums

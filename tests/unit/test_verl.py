@@ -22,7 +22,7 @@ from verl_program import COUNTED, rewards, train_all
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step_folder import CRITIC, MODEL, OPTIMIZER, StepFolder, verify
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.formats import format_of
 from cairn.formats.torch_file.safe_pickle import ForbiddenPickle
 from cairn.formats.transfer.diff import compare

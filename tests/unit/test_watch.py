@@ -21,12 +21,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cairn
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.launch import main
 from cairn.orchestrator.ledger import LedgerTokens
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
 from cairn.run.history import Costs, resumed, starting
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.run.output import duration
 from cairn.run.view import RunView

@@ -32,10 +32,11 @@ from cairn.launch.branches.settings import (
 )
 from cairn.launch.plan.dry_run import explain, settled
 from cairn.run.branches import Branches, BranchStates
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, EXIT_USAGE
 from cairn.run.files import make_folders, write_atomic
+from cairn.run.locked_folder import lock
 from cairn.run.object_store import is_url
 from cairn.run.output import outlive_terminal
 from cairn.run.signals import on_stop_signals, say

@@ -15,9 +15,10 @@ from cairn.formats.transfer.export_folder import RunExports, refuse_options, run
 from cairn.launch.jobs.job import JobSlot
 from cairn.launch.start import Start
 from cairn.run import heartbeat
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.run.output import Stage, importing, lines, progress_bars
 from cairn.run.processes import stop_on_signals

@@ -14,9 +14,10 @@ from typing import IO
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.start import StartDamaged
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_STOPPED
 from cairn.run.files import DamagedFile, make_folders
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.run.processes import kill_session
 from cairn.run.signals import on_stop_signals

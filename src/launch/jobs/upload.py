@@ -18,8 +18,9 @@ from cairn.remote.client.objects import RETRY_SECONDS
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import Limit, RunUploads, Uploader
 from cairn.run import heartbeat
-from cairn.run.directory import RunDirectory, lock
+from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_STOPPED, RoleFailed
+from cairn.run.locked_folder import lock
 from cairn.run.machine import bytes_of
 from cairn.run.messages import Attempt
 from cairn.run.output import lines, progress_bars

@@ -154,7 +154,7 @@ def _data(subject: Subject) -> Iterator[str]:
 
 def _prompts(subject: Subject) -> Iterator[str]:
     """Problems can be asked with the model's template, and rollouts are not longer than what is learned."""
-    from cairn.config.trainer import TrainerConfig
+    from cairn.config.rl_trainer import TrainerConfig
     from cairn.orchestrator.completion.chat import ChatFormat
     from cairn.orchestrator.prompts.prompt_lengths import context_by, look_at_prompts
 

@@ -25,10 +25,11 @@ from cairn.remote.client.objects import probe
 from cairn.remote.header_download import bring_beginnings
 from cairn.remote.run_files import Copies, RunFiles
 from cairn.remote.uploads import note_origin
-from cairn.run.directory import JOURNALS, RunDirectory, lock
+from cairn.run.directory import JOURNALS, RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, parse_json, write_atomic, write_json
 from cairn.run.jsonlines import JsonLines, Row
+from cairn.run.locked_folder import lock
 from cairn.run.messages import Attempt
 from cairn.run.metrics import ranges_of
 from cairn.run.object_store import NoCredentials, TransientError, is_url

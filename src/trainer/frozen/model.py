@@ -10,13 +10,14 @@ import torch
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.sharded_files import read_tensors
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.teachers import (
     REFERENCE_LOGPROBS,
     TEACHER_LOGPROBS,
     WithTeachers,
     is_served,
 )
-from cairn.config.trainer import TrainerBase, TrainerConfig
+from cairn.config.trainer import TrainerBase
 from cairn.model.described import changed, sums_of, weight_files
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError

@@ -23,7 +23,8 @@ from cairn.checkpoint.tensors.placement import Stored, at_places
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.preferences import RewardConfig
-from cairn.config.trainer import TrainerBase, TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
+from cairn.config.trainer import TrainerBase
 from cairn.formats import FORMATS
 from cairn.formats.common.value_head import BIAS, HEAD, WEIGHT, decoder_in, value_config, value_layout
 from cairn.model.hub_layout import Layout

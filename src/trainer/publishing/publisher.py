@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.policy.checksums import remove_checksums, write_checksums
 from cairn.run import heartbeat
 from cairn.run.batches import Sample

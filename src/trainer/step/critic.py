@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import ALONE
 from cairn.trainer.backends.fsdp2 import reshard

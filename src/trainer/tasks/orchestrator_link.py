@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Batch, batch_path, open_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

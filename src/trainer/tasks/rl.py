@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cairn.config.trainer import TrainerConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
