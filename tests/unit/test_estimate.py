@@ -51,7 +51,7 @@ from cairn.launch.needs import (
     server_need,
     with_cache,
 )
-from cairn.launch.plan import steps
+from cairn.launch.plan import hardware
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 from cairn.trainer.models.footprint import Footprint, Growth, footprint_of
@@ -521,8 +521,8 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(
         "data": {"name": str(data)},
         "output_dir": str(tmp_path / "run"),
     }
-    monkeypatch.setattr(steps, "this_machine", lambda: machine_of("2x0.001G,1T"))
-    monkeypatch.setattr(steps, "torch_without_cuda", lambda: None)
+    monkeypatch.setattr(hardware, "this_machine", lambda: machine_of("2x0.001G,1T"))
+    monkeypatch.setattr(hardware, "torch_without_cuda", lambda: None)
     monkeypatch.setattr(commands, "begin", lambda *_, **__: pytest.fail("it began"))
     counted = noting_counts(monkeypatch)
     with pytest.raises(UsageError, match=r"^training needs .* MiB a GPU, has 1.0 MiB: .* more --workers"):

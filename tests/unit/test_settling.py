@@ -20,7 +20,7 @@ from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import RayConfig, SFTConfig
 from cairn.inference import vllm_command
 from cairn.launch import commands, main
-from cairn.launch.plan import steps
+from cairn.launch.plan import hardware, steps
 from cairn.launch.plan.recipe import plan_recipe
 from cairn.launch.plan.settings import OPEN, REASONS, settle
 from cairn.launch.ray import gpus as ray_gpus
@@ -282,7 +282,7 @@ def test_commands_settle_before_they_plan(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(steps, "plan_recipe", plan)
     for machine in (CPU, GPUS):
-        monkeypatch.setattr(steps, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(hardware, "this_machine", lambda machine=machine: machine)
         with pytest.raises(Enough):
             commands.start("sft", config)
     assert [each.precision.compute for each in seen] == ["float32", "bfloat16"]
@@ -334,7 +334,7 @@ def test_a_given_cluster_decides_and_not_the_launchers_machine(
     monkeypatch.setattr(steps, "plan_recipe", plan)
     # The driver holds ranks to CPUs that are settled for them, also if a node with GPUs joins meanwhile.
     for machine, gpus, compute in ((CPU, 8, "bfloat16 None"), (GPUS, 0, "float32 0")):
-        monkeypatch.setattr(steps, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(hardware, "this_machine", lambda machine=machine: machine)
         answer = Answer(monkeypatch, f'something of Ray\n{{"gpus": {gpus}}}\n')
         with pytest.raises(Enough, match=compute):
             commands.start("sft", config)

@@ -10,6 +10,7 @@ from cairn.config.kinds import RunConfig
 from cairn.config.teachers import POLICY_AGAIN, START, WithTeachers, is_served
 from cairn.launch.jobs.export import exports_in_words
 from cairn.launch.plan.external_servers import facts_of_run
+from cairn.launch.plan.hardware import machine_in_words
 from cairn.launch.plan.model import described, model_to_serve
 from cairn.launch.plan.other_models import check_beside, check_source
 from cairn.launch.plan.preflight import preflight as looked_at
@@ -17,7 +18,6 @@ from cairn.launch.plan.run_plan import Draft, RunPlan
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_USAGE
-from cairn.run.machine import Machine
 from cairn.watch.sinks import problems_of_sinks
 
 
@@ -50,7 +50,7 @@ def settled(plan: RunPlan) -> RunConfig:
 
 def explain(plan: RunPlan) -> int:
     """The part of `report` that is for people; returns the exit code."""
-    lines = [f"planned for {in_words(plan.machine)}", *(f"  {note}" for note in plan.notes)]
+    lines = [f"planned for {machine_in_words(plan.machine)}", *(f"  {note}" for note in plan.notes)]
     if plan.placing is not None:
         about = plan.placing.in_words(), exports_in_words(plan.config)
         lines += [f"  {words}" for words in about if words]
@@ -66,15 +66,6 @@ def explain(plan: RunPlan) -> int:
     lines += [error for error in errors if error not in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
     return EXIT_USAGE if any(line.startswith("error: ") for line in lines) else 0
-
-
-def in_words(machine: Machine) -> str:
-    """A machine for people: its GPUs and its memory."""
-    kinds = [f"{gpu.memory / 2**30:.0f} GiB ({gpu.name})" for gpu in machine.gpus]
-    gpus = ", ".join(
-        f"{kinds.count(kind)} GPU{'s' * (kinds.count(kind) > 1)} with {kind}" for kind in dict.fromkeys(kinds)
-    )
-    return f"{gpus or 'no GPU'}, {machine.memory / 2**30:.0f} GiB of memory"
 
 
 def model(draft: Draft) -> Draft:

@@ -1,4 +1,4 @@
-"""The table of steps by which the plan of a command is made, and what each step does.
+"""The table of steps by which the plan of a command is made, and what most of them do.
 
 The order is behaviour: which of several errors a user sees first, and what a step finds in the settings that
 it reads. A new launch-time feature is one file with its functions and one row here
@@ -13,33 +13,27 @@ from typing import Any
 from cairn.config.cli import require
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.inference.vllm_command import installed_build, serves_on_gpus
 from cairn.launch.jobs.export import refuse_conflicts, with_exports
 from cairn.launch.memory import frozen_folders
-from cairn.launch.plan import dry_run, evaluation, memory_check
+from cairn.launch.plan import dry_run, evaluation, hardware, memory_check
 from cairn.launch.plan.division import has_several_gpus, with_gpus, with_servers_chosen
 from cairn.launch.plan.environments import check_orchestrator, facts_of
 from cairn.launch.plan.external_servers import (
     context_of,
     facts_of_run,
-    gpus_of_servers,
     with_servers,
 )
-from cairn.launch.plan.gpu_assignment import check_torch, torch_without_cuda
 from cairn.launch.plan.model import model_to_serve, resolve_model
 from cairn.launch.plan.other_models import Teachers, with_auxiliary_models
 from cairn.launch.plan.preflight import preflight
 from cairn.launch.plan.recipe import finish_recipe, join, plan_recipe, trainers_config, wait_for_trainer
 from cairn.launch.plan.remote_start import is_remote, with_remote
 from cairn.launch.plan.run_plan import Draft, PlanStep, untouched
-from cairn.launch.plan.settings import settle, with_ratings, with_steps
+from cairn.launch.plan.settings import with_ratings, with_steps
 from cairn.launch.preemption import asking
-from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.start import choose_start, ended_early, is_complete
 from cairn.launch.supervise.slot import EarlyProcess
 from cairn.run.errors import UsageError
-from cairn.run.file_system import BUCKETS, file_system_of, remarks
-from cairn.run.machine import lack_of_cpus, machine_of, this_machine
 from cairn.run.output import importing
 from cairn.trainer.tracking import check_login
 
@@ -152,70 +146,6 @@ def _complete_said(draft: Draft) -> Draft:
     return draft.finding(draft.complete) if draft.complete else draft
 
 
-# Where it runs
-
-
-def _machine(draft: Draft) -> Draft:
-    vllm = installed_build() if draft.own_server else "gpu"
-    return draft.having(machine=this_machine(), vllm=vllm, gpu_servers=serves_on_gpus())
-
-
-def _machine_planned(draft: Draft) -> Draft:
-    """That of --machine, or this one."""
-    if draft.given.machine:
-        machine = machine_of(draft.given.machine)
-        return draft.having(
-            machine=machine, vllm="gpu" if machine.has_gpus else "cpu", gpu_servers=machine.has_gpus
-        )
-    on_gpus = serves_on_gpus()
-    draft = draft.having(machine=this_machine(), vllm="gpu" if on_gpus else "cpu", gpu_servers=on_gpus)
-    return draft.having(errors=(*draft.errors, *_build_problem())) if draft.own_server else draft
-
-
-def _build_problem() -> list[str]:
-    try:
-        installed_build()
-    except UsageError as error:
-        return [str(error)]
-    return []
-
-
-def _gpus_of_servers(draft: Draft) -> Draft:
-    return draft.having(taken=gpus_of_servers(draft.config, draft.machine))
-
-
-def _torch(draft: Draft) -> Draft:
-    assert draft.placing is not None
-    check_torch(draft.placing, torch_without_cuda())
-    return draft
-
-
-def _cluster(draft: Draft) -> Draft:
-    trainer, config = draft.trainer, draft.config
-    cluster = cluster_of(trainer)
-    if not cluster.has_gpus and trainer.gpus is None:
-        print(
-            f"the Ray cluster at {trainer.ray.address} has no GPU: the ranks compute on its CPUs", flush=True
-        )
-        # A node with GPUs that joins later would compute with settings that are settled for CPUs.
-        on_cpus = trainer.model_copy(update={"gpus": "0", "workers": trainer.ranks})
-        config = draft.kind.with_trainer(config, on_cpus)
-    return draft.having(config=config, cluster=cluster)
-
-
-def _cluster_seen(draft: Draft) -> Draft:
-    """What the cluster has at the moment, whether or not there is room for the ranks."""
-    assert draft.placing is not None
-    if not draft.placing.in_cluster or draft.given.machine:
-        return draft
-    return draft.having(cluster=cluster_of(draft.trainer, waits=False))
-
-
-def _device_defaults(draft: Draft) -> Draft:
-    settled, choices = settle(draft.config, draft.ranks, gpu_servers=draft.gpu_servers)
-    return draft.having(config=settled, settled=settled, choices=(*draft.choices, *choices))
-
-
 # What it does there
 
 
@@ -231,36 +161,9 @@ def _recipe_if_resumed(draft: Draft) -> Draft:
     return _recipe(draft)
 
 
-def _words(draft: Draft) -> Draft:
-    assert draft.placing is not None
-    if words := draft.placing.in_words():
-        print(words, flush=True)
-    if draft.machine.has_gpus and draft.own_server and draft.vllm == "cpu":
-        print("the server computes on the CPU, for which the installed build of vLLM is made", flush=True)
-    if draft.trainer.ray.address is None and (lack := lack_of_cpus(draft.machine, draft.trainer.ranks)):
-        print(f"warning: {lack}", flush=True)
-    return draft
-
-
 def _servers(draft: Draft) -> Draft:
     config, roles = with_servers(draft.config, list(draft.roles))
     return draft.having(config=config, settled=config, roles=tuple(roles))
-
-
-def _file_systems(draft: Draft) -> Draft:
-    run = draft.config.run_directory()
-    for remark in remarks([run.path, run.checkpoints]):
-        print(remark, flush=True)
-    return draft
-
-
-def _file_systems_here(draft: Draft) -> Draft:
-    """Only whether the folders can be used: what a network file system can do is tried out with files."""
-    run = draft.config.run_directory()
-    found = [file_system_of(folder) for folder in (run.path, run.checkpoints)]
-    if any(one.is_network and one.kind not in BUCKETS for one in found):
-        return draft.leaving_out("what the network file system of the run directory can do")
-    return _file_systems(draft)
 
 
 def _model(draft: Draft) -> Draft:
@@ -395,9 +298,12 @@ STEPS = (
         "evaluations", evaluation.evaluations, EVAL, gives=("config",), dry=evaluation.evaluations_if_any
     ),
     PlanStep("environments of evaluations", evaluation.check_evaluations, EVAL, needs=("policies",)),
-    PlanStep("machine", _machine, ALL, gives=("machine", "vllm", "gpu_servers"), dry=_machine_planned),
     PlanStep(
-        "GPUs of given servers", _gpus_of_servers, RL, needs=("machine",), gives=("taken",),
+        "machine", hardware.machine, ALL, gives=("machine", "vllm", "gpu_servers"),
+        dry=hardware.machine_planned,
+    ),
+    PlanStep(
+        "GPUs of given servers", hardware.gpus_of_servers, RL, needs=("machine",), gives=("taken",),
         touches=("network",),
         when=lambda draft: not draft.own_server and draft.machine.has_gpus and not draft.given.machine,
     ),
@@ -410,20 +316,27 @@ STEPS = (
         gives=("config", "placing", "roles", "choices"),
         when=lambda draft: draft.command in KINDS or draft.own_server,
     ),
-    PlanStep("build of torch", _torch, RUNS, needs=("placing",), when=lambda draft: not draft.given.machine),
     PlanStep(
-        "Ray cluster", _cluster, RUNS, needs=("placing",), gives=("config", "cluster"), touches=("network",),
-        when=lambda draft: draft.trainer.ray.address is not None, dry=_cluster_seen,
-        prints="that a cluster has no GPU, or what it lacks",
+        "build of torch", hardware.torch, RUNS, needs=("placing",),
+        when=lambda draft: not draft.given.machine,
     ),
     PlanStep(
-        "device defaults", _device_defaults, ALL, needs=("machine",), gives=("config", "settled", "choices")
+        "Ray cluster", hardware.cluster, RUNS, needs=("placing",), gives=("config", "cluster"),
+        touches=("network",), when=lambda draft: draft.trainer.ray.address is not None,
+        dry=hardware.cluster_seen, prints="that a cluster has no GPU, or what it lacks",
+    ),
+    PlanStep(
+        "device defaults", hardware.device_defaults, ALL, needs=("machine",),
+        gives=("config", "settled", "choices"),
     ),
     PlanStep(
         "recipe", _recipe, RUNS, needs=("start", "settled"), gives=("recipe",), dry=_recipe_if_resumed,
         prints="differences from the checkpoint",
     ),
-    PlanStep("GPUs in words", _words, RUNS, needs=("placing",), dry=untouched, prints="whose GPUs are whose"),
+    PlanStep(
+        "GPUs in words", hardware.words, RUNS, needs=("placing",), dry=untouched,
+        prints="whose GPUs are whose",
+    ),
     PlanStep(
         "own server", _servers, RL, needs=("settled",), gives=("config", "settled", "roles"),
         when=lambda draft: draft.own_server, dry=untouched,
@@ -433,7 +346,7 @@ STEPS = (
         gives=("config", "settled", "roles"), touches=("network",), when=lambda draft: not draft.own_server,
     ),
     PlanStep(
-        "file systems", _file_systems, RUNS, touches=("disk",), dry=_file_systems_here,
+        "file systems", hardware.file_systems, RUNS, touches=("disk",), dry=hardware.file_systems_here,
         prints="what is done otherwise on network file systems",
     ),
     PlanStep(
