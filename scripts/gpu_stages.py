@@ -42,7 +42,7 @@ from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.model import published_dtypes
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.publishing.transports import FileTransport, Served
-from cairn.trainer.scoring.head import IN_PLACE, compiled, tried
+from cairn.trainer.scoring.passes import IN_PLACE, compiled, tried
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from cairn.trainer.scoring.head import IN_PLACE, compiled
+from cairn.trainer.scoring.passes import IN_PLACE, compiled
 
 VOCABULARY = 97
 

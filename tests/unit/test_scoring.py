@@ -25,9 +25,8 @@ from transformers import (
 from cairn.config.model import PrecisionConfig
 from cairn.run.batches import Sample
 from cairn.trainer.packing import MicroBatch, fill_rows, transfer
-from cairn.trainer.scoring import entropy
-from cairn.trainer.scoring.entropy import logprobs_and_entropies
-from cairn.trainer.scoring.head import IN_PLACE, PURE, Head, Passes, tried
+from cairn.trainer.scoring.head import Head, both_of_logits
+from cairn.trainer.scoring.passes import IN_PLACE, PURE, Passes, tried
 from cairn.trainer.scoring.tokens import ON_CPU, Scorer
 
 VOCABULARY, ROWS, WIDTH = 97, 3, 20
@@ -198,7 +197,7 @@ def test_entropies_are_those_of_full_logits(with_bias: bool, chunk: int):
         if dtype == torch.float32:
             head = replace(ON_CPU, chunk_logits=chunk)
             given = (leaves[0], leaves[1], leaves[2] if with_bias else None)
-            both = logprobs_and_entropies(head, *given, tokens, temperature)
+            both = head.logprobs_and_entropies(*given, tokens, temperature)
         else:
             logits = torch.nn.functional.linear(*leaves) / temperature
             all_ = logits.log_softmax(-1)
@@ -211,7 +210,7 @@ def test_entropies_are_those_of_full_logits(with_bias: bool, chunk: int):
 def test_entropies_of_logits_that_exclude_tokens():
     """Minus infinity is no number's end: the entropy is that of the others."""
     logits = torch.tensor([[0.0, 0.0, -torch.inf, 0.0]], requires_grad=True)
-    _, entropies = entropy.of_logits(logits, torch.tensor([1]), 1.0)
+    _, entropies = both_of_logits(logits, torch.tensor([1]), 1.0)
     assert entropies.item() == pytest.approx(np.log(3))
     entropies.sum().backward()
     assert logits.grad.isfinite().all()

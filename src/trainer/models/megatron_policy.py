@@ -32,7 +32,7 @@ from cairn.trainer.backends.megatron.without_gpu import without_gpu
 from cairn.trainer.models.model import places_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import MicroBatch
-from cairn.trainer.scoring import entropy
+from cairn.trainer.scoring.head import both_of_logits
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """The moments of AdamW; each is as large as the weights."""
@@ -239,7 +239,7 @@ class MegatronScorer:
                 return blank, blank.clone() if entropies else None
             if entropies:
                 whole = gather_from_tensor_model_parallel_region(logits)
-                both = entropy.of_logits(whole, tokens, temperature)
+                both = both_of_logits(whole, tokens, temperature)
                 return _everywhere(both[0], micro), _everywhere(both[1], micro)
             # A copy of the logits, which the function changes in place.
             scaled = logits.float() / temperature

@@ -8,7 +8,6 @@ or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these place
 import contextlib
 import re
 from collections.abc import Callable, Generator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,7 @@ from cairn.trainer.backends.fsdp2 import reshard
 from cairn.trainer.backends.tensor import tensor_axis
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.router_replay import RouterReplay
-from cairn.trainer.scoring import entropy
-from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, of_logits
+from cairn.trainer.scoring.head import CHUNK_LOGITS, Head, both_of_logits, of_logits
 
 TWO_TYPES = re.compile(r"expected scalar type|(same|different) dtype")
 """What torch says of a product of matrices of two data types."""
@@ -92,9 +90,7 @@ class Scorer:
         """`logprobs`, and, if asked for, the entropies of the distributions of these tokens, likewise."""
         if not entropies:
             return self.logprobs(micro, temperature), None
-        both = self._values(
-            micro, temperature, partial(entropy.logprobs_and_entropies, self.method), entropy.of_logits
-        )
+        both = self._values(micro, temperature, self.method.logprobs_and_entropies, both_of_logits)
         return both[0], both[1]
 
     def _values(
