@@ -3,12 +3,14 @@
 """Settings of the losses of SFT and RL; each type of loss has its own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cairn.config.settings import BaseConfig
 from cairn.run.extensions import unknown
+
+Section = TypeVar("Section", bound=BaseConfig)
 
 
 class LossConfig(BaseConfig):
@@ -210,17 +212,16 @@ class CustomSFTLossConfig(CustomLossConfig):
         return SFT_LOSSES
 
 
-POLICY_LOSSES: dict[str, type[LossConfig]] = {
-    "ppo_clip": PPOClipConfig,
-    "cispo": CispoConfig,
-    "icepop": IcePopConfig,
-    "gspo": GspoConfig,
-    "dppo": DppoConfig,
-    "sapo": SapoConfig,
-    "gpg": GpgConfig,
-}
+def by_type(*classes: type[Section]) -> dict[str, type[Section]]:
+    """The members of a union of sections by their `type`."""
+    return {cls.model_fields["type"].default: cls for cls in classes}
+
+
+POLICY_LOSSES = by_type(
+    PPOClipConfig, CispoConfig, IcePopConfig, GspoConfig, DppoConfig, SapoConfig, GpgConfig
+)
 """The losses of RL by type; the first is the default."""
-SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
+SFT_LOSSES = by_type(LikelihoodConfig)
 """Those of SFT, likewise."""
 
 

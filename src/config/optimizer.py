@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cairn.config.loss import tag_by_type
+from cairn.config.loss import by_type, tag_by_type
 from cairn.config.settings import BaseConfig
 from cairn.run.extensions import unknown
 
@@ -158,13 +158,7 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
         return StateSize("the optimiser's state, if it is as large as AdamW's", 8 * (hidden + others), False)
 
 
-OPTIMIZERS: dict[str, type[BaseOptimizerConfig]] = {
-    "adamw": AdamWConfig,
-    "adamw_8bit": AdamW8bitConfig,
-    "muon": MuonConfig,
-    "sgd": SGDConfig,
-    "lion": LionConfig,
-}
+OPTIMIZERS = by_type(AdamWConfig, AdamW8bitConfig, MuonConfig, SGDConfig, LionConfig)
 """By type; the first is the default."""
 
 

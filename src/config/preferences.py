@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from cairn.config.data import RecordsConfig
-from cairn.config.loss import CustomLossConfig, LossConfig, tag_by_type
+from cairn.config.loss import CustomLossConfig, LossConfig, by_type, tag_by_type
 from cairn.config.settings import AbsolutePath
 from cairn.config.shared import SlurmConfig
 from cairn.config.trainer import TrainerBase
@@ -148,13 +148,7 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
         return PAIR_LOSSES
 
 
-PAIR_LOSSES: dict[str, type[LossConfig]] = {
-    "dpo": DPOLossConfig,
-    "ipo": IPOLossConfig,
-    "kto": KTOLossConfig,
-    "simpo": SimPOLossConfig,
-    "orpo": ORPOLossConfig,
-}
+PAIR_LOSSES = by_type(DPOLossConfig, IPOLossConfig, KTOLossConfig, SimPOLossConfig, ORPOLossConfig)
 """By type; the first is the default."""
 
 AnyPairLossConfig = Annotated[

@@ -25,7 +25,7 @@ class Passes:
     logprobs of the wanted tokens and, if there are any, further values of each row; float32 [L] each.
     differentiate: from logits, log normalisers, wanted tokens, the further values, the gradients of logprobs
     and further values, temperature and a data type, the gradient of the logits in that type.
-    Either may change the logits in place.
+    Either may change the logits in place, unless they are kept.
     keeps_logits: whether the logits of a single chunk are kept for the backward pass, as on a GPU, where the
     product costs more than memory.
     """
