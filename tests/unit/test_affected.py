@@ -107,6 +107,7 @@ def test_what_differs_from_the_base(clone: Path):
         affected.choose(clone, "nowhere")
 
 
+@pytest.mark.slow
 def test_a_change_of_one_test_here_affects_few():
     found = affected.Repository.of(REPOSITORY)
     (test,) = (file for file in found.tests if file.endswith("/test_gguf.py"))

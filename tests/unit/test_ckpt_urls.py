@@ -399,6 +399,7 @@ def test_prunes_what_is_left(ckpt, url: str, bucket: Path, model: Path, tmp_path
     assert there.verify(2)
 
 
+@pytest.mark.slow
 def test_many_steps_are_listed_with_few_requests(
     ckpt, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

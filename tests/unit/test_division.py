@@ -80,6 +80,7 @@ def test_a_model_that_can_not_be_counted_is_tried_on_single_gpus(tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_who_gets_what_and_why(
     eight_billion: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -54,6 +54,7 @@ def test_rl_on_one_page_learns(tmp_path: Path):
     assert len(lines) == 5
 
 
+@pytest.mark.slow
 @draws.in_turn("the programs of the docs", 1, 2)
 def test_every_seam_has_a_working_example(tmp_path: Path):
     """Blocks that begin with a file's name are modules; the others are one program that uses them."""

@@ -623,6 +623,7 @@ def test_a_model_whose_code_can_not_be_counted_starts_anyway(
     assert "memory is not estimated" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_estimate(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

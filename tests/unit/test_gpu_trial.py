@@ -91,6 +91,7 @@ def run(whole, one, folder: Path) -> int:
     return whole.run("rl_files", one, folder, ["NVIDIA H100"], tiny=False)
 
 
+@pytest.mark.slow
 def test_a_part_is_run_once_and_held_to_claims(whole, tmp_path: Path, capsys):
     idle = part(whole, "import json; print(json.dumps({'shapes': {'8b': {'rl': {'trainer_idle': 0.8}}}}))")
     assert run(whole, idle, tmp_path) == 1

@@ -7,10 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import groups
+import pytest
 
 TESTS = Path(groups.__file__).parent
 
 
+@pytest.mark.slow
 def test_groups_stay_together_and_the_longest_begins_first(tmp_path: Path):
     """By a real pytest with four processes: pytest-xdist's own grouping fails without a word.
 

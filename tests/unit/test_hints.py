@@ -71,6 +71,7 @@ def typing_errors(draw: st.DrawFn) -> tuple[str, str, str]:
     return command, name, edits[draw(st.sampled_from(sorted(edits)))]
 
 
+@pytest.mark.slow
 @given(typing_errors())
 @settings(max_examples=600, deadline=None)
 def test_a_flag_with_one_wrong_letter_is_suggested(case: tuple[str, str, str]):

@@ -232,6 +232,7 @@ def test_every_room_has_a_floor():
     assert rooms == {name for floor in FLOORS for name in floor}
 
 
+@pytest.mark.slow
 def test_imports_go_down():
     assert upward(graph()) == []
 

@@ -11,6 +11,7 @@ from runs import REPOSITORY
 SOURCES = REPOSITORY / "src"
 
 
+@pytest.mark.slow
 def test_each_mutant_is_there_with_its_tests():
     """If code was rewritten on purpose, give the mutant the new text, or another way to break the same."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40

@@ -56,6 +56,7 @@ def project(
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_new_project_runs_as_its_readme_says(
     project: Path, cairn: Cairn, capsys: pytest.CaptureFixture[str]
 ):

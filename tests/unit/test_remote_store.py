@@ -1009,6 +1009,7 @@ class TestUploads:
         newer.end()
         assert (remote.steps(), newer.uploads.read().steps) == ([2, 8], (2, 8))
 
+    @pytest.mark.slow
     def test_the_rate_is_limited(self):
         """By the bytes that were read so far."""
         began = time.monotonic()

@@ -285,6 +285,7 @@ def reinforce(
     return orchestrator.weights
 
 
+@pytest.mark.slow
 def test_in_rl_versions_and_batches_go_on(
     example: dict[str, Any],
     spiking: set[int],

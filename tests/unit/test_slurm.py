@@ -370,6 +370,7 @@ SIZE = "cairn.launch.slurm.servers_of_node"
 UUIDS = ",".join(f"GPU-{number}" for number in range(8))
 
 
+@pytest.mark.slow
 def test_sft_runs_on_all_nodes(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "4", "--slurm.interface", "lo", "--slurm.cpus-per-task", "9")
     process = job.start("sft", *flags, "--max-steps", "7")
@@ -407,6 +408,7 @@ def test_the_job_ends_its_ray(job: Job):
     assert job.calls("ray")
 
 
+@pytest.mark.slow
 def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "8")
     file = job.folder / "installed" / "bin" / "rl"

@@ -121,6 +121,7 @@ def test_an_audit_keeps_its_headers_and_numbers(width: int, capsys, monkeypatch)
         assert text in output
 
 
+@pytest.mark.slow
 def test_every_table_is_made_here():
     """So that all of them keep these promises; the live view of a run has grids, which are drawn anew."""
     for file in {*Path(cairn.__file__).parent.rglob("*.py")} - {Path(terminal.__file__)}:

@@ -216,6 +216,7 @@ def test_rewards_of_tokens_are_added_to_their_advantages(
     assert metrics["teacher/logprob_gap"] >= abs(mean)
 
 
+@pytest.mark.slow
 def test_distillation_alone_reaches_the_teacher(group: RankGroup, folder: Path, other: Path):
     """Without rewards, from tokens that the policy itself samples."""
     config = configured(other, distill={})

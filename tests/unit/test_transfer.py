@@ -327,6 +327,7 @@ LARGE = 40 << 20
 """Values that no buffer of the system takes whole, so that their sender has to wait for their reader."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "patience"), [(signal.SIGSTOP, 3), (signal.SIGKILL, 600)])
 def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bounded_time(
     server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals, patience: int

@@ -60,6 +60,7 @@ def test_a_message_that_time_ran_out_names_a_setting():
     assert [known for known in WITHOUT if not any(key.startswith(known) for key in found)] == []
 
 
+@pytest.mark.slow
 def test_the_settings_that_messages_name_exist():
     known = flags()
     named = {
