@@ -23,6 +23,7 @@ from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.cli import load
 from cairn.launch import main
 from cairn.remote import Objects, RemoteStore
 from cairn.remote.remote_runs import RemoteRun, mirrored, remote_view
@@ -68,8 +69,8 @@ def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
     RunFiles(remote.objects).put([run.metrics.path, run.history.path, run.evals.path])
 
     def said(command: str, *arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", [command, *map(str, arguments)])
-        return watch_commands.run(command), capsys.readouterr().out
+        told = load(watch_commands.COMMANDS[command], [*map(str, arguments)])
+        return told.execute(), capsys.readouterr().out
 
     there, here = (
         json.loads(said("diagnose", url, "--json")[1]),
