@@ -19,7 +19,10 @@ from cairn.config.service import ServiceConfig, TenantConfig
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive
-from cairn.service.ledger import (
+from cairn.service.ledger import ServiceLedger
+from cairn.service.records import Handler, RecordRoutes, body_of
+from cairn.service.sampler import SampleAsked, SampleServer
+from cairn.service.schema import (
     CREATE,
     DONE,
     FAILED,
@@ -34,10 +37,7 @@ from cairn.service.ledger import (
     WAITING,
     ModelRecord,
     ServiceCall,
-    ServiceLedger,
 )
-from cairn.service.records import Handler, RecordRoutes, body_of
-from cairn.service.sampler import SampleAsked, SampleServer
 from cairn.service.sessions import SessionWatch
 from cairn.service.wire import PROTO, CallRefused, passed_json, read_pass, sampled_json, taken
 from cairn.service.worker import JSON_BODY, PROTO_BODY, CallWorker, failure

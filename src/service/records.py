@@ -9,7 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from cairn.config.service import TenantConfig
-from cairn.service.ledger import ModelRecord, SavedWeights, ServiceLedger
+from cairn.service.ledger import ServiceLedger
+from cairn.service.schema import ModelRecord, SavedWeights
 from cairn.service.wire import read_json, taken
 
 Handler = Callable[[web.Request, TenantConfig], Awaitable[web.Response]]

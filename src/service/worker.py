@@ -24,7 +24,8 @@ from cairn.config.service import ServiceConfig, TenantConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.faults import fault_point
 from cairn.run.machine import bytes_of
-from cairn.service.ledger import (
+from cairn.service.ledger import ServiceLedger
+from cairn.service.schema import (
     CREATE,
     DONE,
     FAILED,
@@ -39,7 +40,6 @@ from cairn.service.ledger import (
     WAITING,
     SavedWeights,
     ServiceCall,
-    ServiceLedger,
 )
 from cairn.service.trainees import AdamStep, AdapterBase, ClientModel
 from cairn.service.wire import CallRefused, read_pass

@@ -32,9 +32,10 @@ from cairn.run.errors import UsageError
 from cairn.service.api import ServiceApi
 from cairn.service.command import keys_of
 from cairn.service.helpers import PassHelper, PassHelpers
-from cairn.service.ledger import ServiceCall, ServiceLedger
+from cairn.service.ledger import ServiceLedger
 from cairn.service.losses import LOSSES
 from cairn.service.sampler import SampleServer
+from cairn.service.schema import ServiceCall
 from cairn.service.trainees import AdamStep, AdapterBase, ClientModel
 from cairn.service.wire import MESSAGES, CallRefused, Datum, Pass, passed_json, read_pass
 from cairn.service.worker import CallWorker
