@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -413,6 +413,28 @@ def ensure_forkserver() -> None:
         patch.setenv("PYTHONPATH", str(here), prepend=os.pathsep)
         patch.setenv("PYTHONFAULTHANDLER", "1")  # a rank that crashes says where, in what pytest captures
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def forked(
+    function: Callable[..., object], *arguments: object
+) -> Generator[multiprocessing.process.BaseProcess]:
+    """A process of `forkable` that calls a function, and does not outlive the block.
+
+    Whoever starts a process also looks at all others that are listed, with those of other threads. But the
+    server tells an exit code once: of two threads that look at the same time, one finds none, and then it is
+    255. So none is listed.
+    """
+    ensure_forkserver()
+    started = forkable.Process(target=function, args=arguments)
+    with _one_thread:
+        started.start()
+        multiprocessing.process._children.discard(started)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.join()
 
 
 def start_ranks(

@@ -14,7 +14,7 @@ import draws
 import pytest
 import torch
 from families import make, make_model
-from runs import ABOUT, ensure_forkserver, forkable
+from runs import ABOUT, forked
 from safetensors.torch import load_file
 from safetensors.torch import save as as_bytes
 from transformers import AutoModelForCausalLM
@@ -42,16 +42,10 @@ class Command:
 
     def run(self) -> int:
         """Run it to its end; returns the exit code."""
-        ensure_forkserver()
-        process = forkable.Process(target=_serve, args=(self,))
-        process.start()
-        try:
+        with forked(_serve, self) as process:
             process.join(PATIENCE)
             assert process.exitcode is not None, f"still running after {PATIENCE} s: {self.log.read_text()}"
             return process.exitcode
-        finally:
-            process.kill()
-            process.join()
 
 
 def _serve(command: Command) -> None:

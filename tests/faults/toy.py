@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from runs import ensure_forkserver, forkable
+from runs import forked
 
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed
@@ -213,15 +213,9 @@ def _about(toy: Toy, step: int) -> dict:
 @contextlib.contextmanager
 def started(function: Callable[[Toy], None], toy: Toy) -> Iterator:
     """A role's process, which does not outlive the block."""
-    ensure_forkserver()
     toy.root.mkdir(parents=True, exist_ok=True)
-    process = forkable.Process(target=function, args=(toy,))
-    process.start()
-    try:
+    with forked(function, toy) as process:
         yield process
-    finally:
-        process.kill()
-        process.join()
 
 
 def run(toy: Toy) -> int:
