@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from cairn.launch.supervisor import check_in_place
-from cairn.run import directory, files
+from cairn.run import files, locked_folder
 from cairn.run.batches import (
     COLUMNS,
     FROM_TEXT,
@@ -558,7 +558,7 @@ def test_a_lock_is_of_the_folder_at_a_path(run: RunDirectory, monkeypatch: pytes
 
     third = RunDirectory(run.path.with_name("third"))
     third.path.mkdir()
-    real, replaced = directory.open_lock, []
+    real, replaced = locked_folder.open_lock, []
 
     def replaced_meanwhile(path: Path) -> int:
         fd = real(path)
@@ -566,8 +566,9 @@ def test_a_lock_is_of_the_folder_at_a_path(run: RunDirectory, monkeypatch: pytes
             replaced.append(path.unlink())
         return fd
 
-    monkeypatch.setattr(directory, "open_lock", replaced_meanwhile)
+    monkeypatch.setattr(locked_folder, "open_lock", replaced_meanwhile)
     assert third.lock()
+    assert replaced
     assert not third.has_moved()
     third.unlock()
 
