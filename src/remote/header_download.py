@@ -1,20 +1,14 @@
 """Brings of a remote step what comes before its tensors' values, which ranks read in the object store."""
 
 import shutil
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Damaged, Manifest, holds_tensors
-from cairn.checkpoint.tensors.remote_ranges import READERS, note_away
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest, holds_tensors
+from cairn.checkpoint.tensors.remote_ranges import READERS, beginning, note_away
 from cairn.remote.step_store import OnBytes, RemoteStore
 from cairn.run.files import make_folders, write_atomic
-
-FIRST_BYTES = 64 << 10
-"""Bytes of a tensor file that are read first; its header is seldom longer."""
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 
 def bring_beginnings(
@@ -55,21 +49,12 @@ def bring_beginnings(
 
     def bring(name: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / name, _beginning(remote, f"{folder.name}/{name}", away[name]))
+        there = f"{folder.name}/{name}"
+        first = beginning(lambda at, n: remote.objects.read(there, at, n), away[name], f"{remote}/{there}")
+        write_atomic(folder / name, first)
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(bring, away))
     note_away(folder, remote.objects.url, away)
     write_atomic(folder / FILE_NAME, manifest.to_json())
     return folder
-
-
-def _beginning(remote: RemoteStore, name: str, size: int) -> bytes:
-    """All that comes before the values of a safetensors file."""
-    first = bytes(remote.objects.read(name, 0, min(FIRST_BYTES, size)))
-    length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else size
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise Damaged(f"{remote}/{name}: the header would be {length} bytes long")
-    missing = 8 + length - len(first)
-    more = bytes(remote.objects.read(name, len(first), missing)) if missing > 0 else b""
-    return (first + more)[: 8 + length]

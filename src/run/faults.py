@@ -36,6 +36,8 @@ POINTS = {
     "memory.begin": "each rank, when the older step in memory is no longer whole",
     "memory.copied": "each rank, when its state is in memory and nothing says so yet",
     "memory.sealed": "each rank, when its part of a step in memory is whole",
+    "memory.sending": "the first rank of each of several nodes, before its node's part goes to another one",
+    "memory.sent": "the first rank of each of several nodes, when its node's part is on another one, too",
     "orchestrator.before_part": "orchestrator, before its files are written",
     "commit.before_manifest": "trainer rank 0, when all parts have arrived",
     "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",

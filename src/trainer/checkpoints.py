@@ -218,11 +218,11 @@ class TrainerCheckpoints(Checkpoints):
         self._owed = group.any_of(owed)[0]
         """Whether that step was not saved, because a rank has died: then the next one is."""
         self._memory: MemorySteps | None = None
-        if ckpt.memory_interval is not None:
+        if ckpt.memory_interval is not None and context.host is not None:
             self._memory = MemorySteps(
                 context.run.memory,
                 rank,
-                context.launcher,
+                context.host,
                 group.gather_objects,
                 lambda: int(STAGING_SHARE * available_memory()),
                 self._fixed,
@@ -275,8 +275,7 @@ class TrainerCheckpoints(Checkpoints):
             self._memory.before_update()
 
     def metrics(self) -> Mapping[str, float]:
-        kept = {"time/memory": self._memory.seconds} if self._memory and self._memory.seconds else {}
-        return {**self._jobs.metrics(), **kept}
+        return {**self._jobs.metrics(), **(self._memory.metrics() if self._memory else {})}
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are; unless `save_async`, wait for the commit."""

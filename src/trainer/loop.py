@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cairn.checkpoint.memory.memory_owners import RankHost
 from cairn.checkpoint.memory.memory_slots import record_of
 from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.step_folder import StepFolder
@@ -44,11 +45,11 @@ SWITCH_INTERVAL = 0.0005
 """Seconds until a thread that is busy in Python lets another one run, such as the one that trains."""
 
 
-def train(config: TrainerBase, attempt: Attempt, group: RankGroup, launcher: int | None = None) -> Outcome:
+def train(config: TrainerBase, attempt: Attempt, group: RankGroup, host: RankHost | None = None) -> Outcome:
     """Train from `attempt.start_step` to `config.max_steps`; all ranks call it.
 
-    `config.model.name` is the local directory to start from, unless the attempt resumes. `launcher` is the
-    process that has started the run, if it is on this machine.
+    `config.model.name` is the local directory to start from, unless the attempt resumes. `host` says where
+    this rank runs; without it no step is kept in memory.
 
     Raises:
         TrainingDiverged: a gradient is not finite.
@@ -59,7 +60,7 @@ def train(config: TrainerBase, attempt: Attempt, group: RankGroup, launcher: int
     if (slow := slow_network(group)) and group.rank == 0:
         logger.warning(slow)
     with contextlib.ExitStack() as closing:
-        return Training(config, attempt, group, closing, launcher).run()
+        return Training(config, attempt, group, closing, host).run()
 
 
 class Training:
@@ -71,7 +72,7 @@ class Training:
         attempt: Attempt,
         group: RankGroup,
         closing: contextlib.ExitStack,
-        launcher: int | None,
+        host: RankHost | None,
     ):
         """Load what `attempt` goes on from; `closing` ends what this starts."""
         step = attempt.start_step
@@ -90,7 +91,7 @@ class Training:
         self.state.check_model()
 
         recipe = (read_json(run.recipe, dict) or {}).get("trainer", {})
-        context = Context(run, attempt, self.state, model_folder, recipe, launcher)
+        context = Context(run, attempt, self.state, model_folder, recipe, host)
         self.task = make_task(config, context)
         closing.callback(self.task.close)
         if self.task.prefetch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
+from cairn.checkpoint.memory.memory_owners import RankHost
 from cairn.checkpoint.memory.memory_slots import record_of
 from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
@@ -185,8 +186,8 @@ class Context:
     """What a task is given beside its configuration.
 
     state: with its weights loaded and its model checked. model_folder: the Hugging Face directory of the
-    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe. launcher: the process
-    that has started the run, if it is on this machine.
+    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe. host: where this rank
+    runs, if steps may be kept in memory there.
     """
 
     run: RunDirectory
@@ -194,4 +195,4 @@ class Context:
     state: TrainerState
     model_folder: Path
     recipe: Mapping[str, Any]
-    launcher: int | None = None
+    host: RankHost | None = None

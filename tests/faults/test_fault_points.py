@@ -55,7 +55,8 @@ OF_SERVICE = ("service.",)
 OF_BRANCHES = ("branches.",)
 """Points that only `rl --branch` reaches: tests/unit/test_branches.py."""
 OF_MEMORY = ("memory.",)
-"""Points that only a run with --ckpt.memory-interval reaches: tests/faults/test_chaos.py."""
+"""Points that only a run with --ckpt.memory-interval reaches: test_chaos.py, and on several nodes
+tests/unit/test_memory_nodes.py."""
 
 
 def test_every_fault_point_is_covered():

@@ -5,19 +5,18 @@ Imports no torch: the trainer's driver looks here.
 """
 
 import base64
-import contextlib
 import dataclasses
 import json
 import logging
 import os
+import secrets
 import shutil
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.checksums import FileChecksum, merge_checksums, note_of, read_receipt
+from cairn.checkpoint.checksums import FileChecksum, merge_checksums, read_receipt
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     CheckpointError,
@@ -26,33 +25,19 @@ from cairn.checkpoint.manifest import (
     check_content,
     new_manifest,
 )
-from cairn.checkpoint.memory.owner import began
+from cairn.checkpoint.memory.memory_owners import FoundSlot, NodeRange, NodeReader, living_slots, note_ranges
+from cairn.checkpoint.memory.owner import RECORD
+from cairn.checkpoint.tensors.remote_ranges import beginning, note_away
 from cairn.run.files import parse_json, read_json, read_note, write_atomic, write_json
 from cairn.run.messages import Attempt
 
 logger = logging.getLogger(__name__)
 
 SLOTS = ("a", "b")
-RECORD = "record.json"
 FIXED = "fixed"
 """The folder, beside the slots, of small files that all steps have alike."""
-
-
-@dataclass(frozen=True)
-class MemoryOwner:
-    """The content of owner.json: which process owns the memory, when it began, and for which files."""
-
-    pid: int
-    began: str
-    layout: str
-
-    @property
-    def lives(self) -> bool:
-        """Whether the process is still there."""
-        try:
-            return began(self.pid) == self.began
-        except OSError:
-            return False
+UNREADABLE = "unreadable.json"
+"""The file, beside the slots, of the ids of steps that ranks could not load."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +56,12 @@ class MemoryRecord:
     about: dict[str, Any]
     files: dict[str, str]
     linked: dict[str, str] = field(default_factory=dict[str, str])
+    slot: str = ""
+
+    @property
+    def id(self) -> str:
+        """What the receipts of its step are for."""
+        return receipt_id(self.session, self.step)
 
     @property
     def parent(self) -> Origin | None:
@@ -81,12 +72,6 @@ class MemoryRecord:
     def to_json(self) -> bytes:
         """The content of record.json."""
         return json.dumps(asdict(self)).encode()
-
-
-def owner_of(folder: Path) -> MemoryOwner | None:
-    """Who owns the memory behind the links in `folder`; None if that process is gone."""
-    note = read_note(folder / "owner.json", MemoryOwner)
-    return note if note and note.lives else None
 
 
 def receipt_name(rank: int) -> str:
@@ -101,39 +86,27 @@ def receipt_id(session: str, step: int) -> str:
     return f"{session}:{step}"
 
 
-def record_in(slot: Path) -> MemoryRecord | None:
-    """What rank 0 says of the step in a slot, if it is whole."""
-    with contextlib.suppress(OSError, ValueError):
-        return parse_json((slot / RECORD).read_bytes(), MemoryRecord)
-    return None
-
-
-def free(folder: Path) -> None:
-    """End the process that owns the memory behind the links in `folder`, if it lives, and remove them."""
-    if owner := owner_of(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(owner.pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def start_in_memory(folder: Path, start: Attempt, may_start: Callable[[MemoryRecord], bool]) -> Attempt:
     """The attempt as seen by ranks that go on from the newest whole step in memory, if one is newer.
 
-    Every byte is read and compared with the checksums of the ranks that have copied it. The step gets its
-    folder, as a checkpoint has one, whose tensor files are links to the memory.
+    The step gets its folder, as a checkpoint has one. In the memory of this machine, every byte is read and
+    compared with the checksums of the ranks that have copied it, and the tensor files are links to the
+    memory. From the memory of several nodes ranks read their ranges, and compare them as they load them.
 
     Args:
         start: where the newest checkpoint would have them start.
         may_start: whether what other roles know allows it.
     """
-    if owner_of(folder) is None:
-        return start
-    found = [(record, folder / slot) for slot in SLOTS if (record := record_in(folder / slot))]
-    for record, slot in sorted(found, key=lambda one: one[0].step, reverse=True):
+    slots = living_slots(folder, SLOTS)
+    unreadable = read_note(folder / UNREADABLE, list[str]) or []
+    records = {(record.id, record.slot): record for slot in slots if (record := _record_in(slot))}
+    for record in sorted(records.values(), key=lambda one: one.step, reverse=True):
         if record.attempt != start.id or record.step <= start.start_step or not may_start(record):
             continue
+        if record.id in unreadable:
+            continue
         try:
-            step = _as_step(folder, slot, record)
+            step = _as_step(folder, [slot for slot in slots if slot.letter == record.slot], record)
         except (OSError, CheckpointError) as error:
             logger.warning("step %d in memory is passed over: %s", record.step, error)
             continue
@@ -146,26 +119,44 @@ def record_of(step: Path) -> MemoryRecord | None:
     return read_json(step.with_suffix(".json"), MemoryRecord)
 
 
-def _as_step(folder: Path, slot: Path, record: MemoryRecord) -> Path:
+def forget(step: Path) -> None:
+    """Have `start_in_memory` pass over the step whose folder it has made: ranks could not load it."""
+    if record := record_of(step):
+        path = step.parent / UNREADABLE
+        write_json(path, [*(read_note(path, list[str]) or []), record.id])
+
+
+def _record_in(slot: FoundSlot) -> MemoryRecord | None:
+    """What rank 0 says of the step in a slot, if it is whole."""
+    try:
+        return dataclasses.replace(parse_json(slot.notes.get(RECORD, ""), MemoryRecord), slot=slot.letter)
+    except ValueError:
+        return None
+
+
+def _as_step(folder: Path, slots: Sequence[FoundSlot], record: MemoryRecord) -> Path:
     """Make the folder of a step in memory.
+
+    Args:
+        slots: where its parts may be; the first one counts that has a part.
 
     Raises:
         Unsealed: the part of a rank is not whole, or was changed.
     """
     copied: dict[str, FileChecksum] = {}
+    places: dict[str, list[NodeRange]] = {}
     for rank in range(record.about["world_size"]):
-        receipt = note_of(receipt_id(record.session, record.step), slot / receipt_name(rank))
-        if receipt is None:
-            raise Unsealed(f"rank {rank} had not copied its part")
+        slot, receipt = _part(slots, rank, record)
         merge_checksums(copied, read_receipt(receipt))
+        for name, spans in receipt.get("spans", {}).items():
+            where = (*slot.owner.at, f"{slot.name}/{name}")
+            places.setdefault(name, []).extend(NodeRange(first, count, *where) for first, count in spans)
     if any(part.nbytes != part.size for part in copied.values()):
         raise Unsealed("the ranks have not copied all of it")
     step = folder / f"step_{record.step}"
     for old in folder.glob("step_*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     checksums = dict(copied)
-    for name in copied:
-        _place(step, name).symlink_to(os.readlink(slot / name))
     found = [path for path in (folder / FIXED).rglob("*") if path.is_file()]
     fixed = {str(path.relative_to(folder / FIXED)): str(path) for path in found}
     for name, source in {**fixed, **record.linked}.items():
@@ -180,13 +171,49 @@ def _as_step(folder: Path, slot: Path, record: MemoryRecord) -> Path:
         _place(step, name).write_bytes(data)
         checksums[name] = FileChecksum.of(data)
     manifest = new_manifest(record.step, checksums, record.about)
-    try:
-        check_content(step, {name: manifest.files[name] for name in copied})
-    except Damaged as error:
-        raise Unsealed(f"it is not what the ranks have copied: {error}") from None
+    if slots[0].owner.address:
+        _leave_on_nodes(step, places, {name: checksum.size for name, checksum in copied.items()})
+    else:
+        for name in copied:
+            _place(step, name).symlink_to(os.readlink(folder / record.slot / name))
+        try:
+            check_content(step, {name: manifest.files[name] for name in copied})
+        except Damaged as error:
+            raise Unsealed(f"it is not what the ranks have copied: {error}") from None
     write_json(step.with_suffix(".json"), asdict(dataclasses.replace(record, files={})))
     write_atomic(step / FILE_NAME, manifest.to_json())
     return step
+
+
+def _part(slots: Sequence[FoundSlot], rank: int, record: MemoryRecord) -> tuple[FoundSlot, dict[str, Any]]:
+    """Where the part of a rank is, and its receipt.
+
+    Raises:
+        Unsealed: there is none.
+    """
+    for slot in slots:
+        try:
+            receipt = parse_json(slot.notes.get(receipt_name(rank), ""), dict[str, Any])
+        except ValueError:
+            continue
+        if receipt.get("attempt") == record.id:
+            return slot, receipt
+    raise Unsealed(f"rank {rank} had not copied its part")
+
+
+def _leave_on_nodes(step: Path, places: Mapping[str, list[NodeRange]], sizes: Mapping[str, int]) -> None:
+    """Write down where the bytes of a step's tensor files are; of each file bring what precedes its values.
+
+    Raises:
+        CheckpointError: a node does not answer, or a file is none of tensors.
+    """
+    path = step.with_name(f"{step.name}.{secrets.token_hex(4)}.json")
+    url = note_ranges(path, {f"{step.name}/{name}": spans for name, spans in places.items()})
+    reader = NodeReader(url)
+    for name, size in sizes.items():
+        first = beginning(lambda at, n, name=name: reader.read(f"{step.name}/{name}", at, n), size, name)
+        write_atomic(_place(step, name), first)
+    note_away(step, url, sizes)
 
 
 def _place(step: Path, name: str) -> Path:

@@ -1,9 +1,14 @@
-"""The newest steps in the host's memory, outside the ranks, from which ranks that have died go on.
+"""The newest steps in hosts' memory, outside the ranks, from which ranks that have died go on.
 
 Two slots take turns, so that one of them is whole at any moment. In a slot are the tensor files of a step, as
 a checkpoint has them, in memory that another process owns (`owner.py`). All ranks of the host write their
 ranges into them: one copy of the state, while the next step's forward and backward passes run. A rank's
 receipt, written last, says for which step its bytes are, and has their checksums.
+
+In a cluster that was given, each node has such a process, and keeps the ranges of its own ranks. The nodes
+form a ring, in which each one's part of a step goes to the next one's memory as soon as it is whole. All
+parts of a step, and their copies, are in slots of one letter. No step is taken while parts of the one before
+are on their way: it would take the place of the step before that, the only one that survives a node then.
 """
 
 # torch is typed in part.
@@ -14,29 +19,35 @@ import json
 import logging
 import mmap
 import os
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cairn.checkpoint.checksums import FileChecksum, make_receipt
+from cairn.checkpoint.memory.memory_owners import (
+    MemoryOwner,
+    RankHost,
+    copy_to_peer,
+    free,
+    holder,
+    owner_of,
+    start_owner,
+)
 from cairn.checkpoint.memory.memory_slots import (
     FIXED,
-    RECORD,
     SLOTS,
     MemoryRecord,
-    free,
-    owner_of,
     receipt_id,
     receipt_name,
-    record_in,
+    record_of,
 )
+from cairn.checkpoint.memory.owner import RECORD, Spans
 from cairn.checkpoint.saving.rank_shares import RankShares, Tensors, describe
 from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
@@ -44,14 +55,19 @@ from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.run.faults import fault_point
 from cairn.run.files import write_atomic
-from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
 
-OWNER = Path(__file__).with_name("owner.py")
 PIECE_BYTES = 512 << 10
 """What is copied and then checksummed, while it is in the processor's cache."""
-START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a rank runs, and how many bytes of a step it has."""
+
+    node: str
+    nbytes: int
 
 
 class MemorySteps:
@@ -62,7 +78,7 @@ class MemorySteps:
 
     Args:
         folder: where the links to the memory are; it is this class's own.
-        launcher: the process with which the memory goes; None if it is not on this machine.
+        host: where the rank runs.
         gather: returns, on every rank, the list of what all ranks passed to it.
         room: how many bytes of memory all ranks of the host may take for it.
         files: small files that all steps have alike, by name within the step; known to rank 0.
@@ -74,7 +90,7 @@ class MemorySteps:
         self,
         folder: Path,
         rank: SavingRank,
-        launcher: int | None,
+        host: RankHost,
         gather: Callable[[Any], list[Any]],
         room: Callable[[], int],
         files: Mapping[str, bytes],
@@ -82,9 +98,20 @@ class MemorySteps:
         copies: Callable[..., HostCopies] = copies_from,
     ):
         self.folder, self.rank = folder, rank
-        self.seconds = 0.0
-        """How long the newest copy took."""
-        self._launcher, self._gather, self._room = launcher, gather, room
+        self._seconds = self._peer_seconds = 0.0
+        self._host, self._gather, self._room = host, gather, room
+        self._home = folder / host.node
+        """Where the links to this node's memory are."""
+        self._spans: dict[str, Any] = {}
+        """What a receipt says of where this rank's bytes are, for owners that listen."""
+        self._seats: list[_Seat] = []
+        self._owner: MemoryOwner | None = None
+        """Known to the first rank of each node."""
+        self._peer: MemoryOwner | None = None
+        """The owner on the next node, if there are several; known to the first rank of each node."""
+        self._sender: threading.Thread | None = None
+        self._alone = False
+        """Whether a copy to the next node has failed."""
         self._fixed, self._start = files, start
         self._copies_of = copies
         self._shares: RankShares | None = None
@@ -108,21 +135,26 @@ class MemorySteps:
             return
         self.abandon()
         self._shares = shares = RankShares(tensors, self.rank.rank, MAX_FILE_BYTES)
+        self._spans = {"spans": _spans_of(shares)} if self._host.address else {}
         copies = self._copies_of(tensor.device for named in tensors.values() for tensor in named.values())
         self._outlet = Outlet(copies)
-        hosts = set(self._gather(socket.gethostname()))
-        problem, first = "", 0
-        if self.rank.rank == 0:
+        nbytes = sum(count for ranges in shares.ranges.values() for _, count in ranges)
+        self._seats = self._gather(_Seat(self._host.node, nbytes))
+        problem, owner = "", None
+        if self._is_first:
             try:
-                problem = self._why_not(hosts) or ""
-                first = 0 if problem else self._find_or_start()
-                for name, data in {} if problem else {**self._fixed, **shares.indices}.items():
+                owner = self._find_or_start()
+                for name, data in {**self._fixed, **shares.indices}.items() if self.rank.rank == 0 else ():
                     place = self.folder / FIXED / name
                     place.parent.mkdir(parents=True, exist_ok=True)
                     write_atomic(place, data)
             except (OSError, subprocess.SubprocessError) as error:
                 problem = str(error)
-        problem, self._slot = self._gather((problem, first))[0]
+        resumed = record_of(self.folder / f"step_{self._start}")
+        first = 1 - SLOTS.index(resumed.slot) if resumed else 0
+        found = self._gather((problem, owner, first))
+        problem, self._slot = next(filter(None, (one[0] for one in found)), ""), found[0][2]
+        self._owner, self._peer = owner, self._next_of([one[1] for one in found])
         if not problem:
             try:
                 self._open()
@@ -136,7 +168,8 @@ class MemorySteps:
         self._given_up = bool(problem)
 
     def keep(self, step: int, tensors: Tensors, record: MemoryRecord | None) -> None:
-        """Begin to copy `step`; the tensors must not change until `before_update` has returned.
+        """Begin to copy `step`, unless parts of the one before are still on their way to other nodes; the
+        tensors must not change until `before_update` has returned.
 
         Args:
             record: of the step; on rank 0.
@@ -145,9 +178,9 @@ class MemorySteps:
         self.prepare(tensors)
         assert self._shares is not None
         assert self._outlet is not None
-        values = self._shares.take(tensors)
-        if self._given_up:
+        if self._given_up or self._any_sends():
             return
+        values = self._shares.take(tensors)
         self._outlet.follow()
         slot, self._slot = SLOTS[self._slot], 1 - self._slot
         self._copied.clear()
@@ -161,6 +194,11 @@ class MemorySteps:
         started = time.monotonic()
         self._copied.wait()
         return time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        """How long it took until the newest step was whole here, and until another node had it, too."""
+        found = {"time/memory": self._seconds, "time/memory_peer": self._peer_seconds}
+        return {name: seconds for name, seconds in found.items() if seconds}
 
     def wait(self) -> None:
         """Wait until the newest step is kept."""
@@ -179,53 +217,74 @@ class MemorySteps:
     def close(self) -> None:
         """End, and free the memory: nobody will go on from it. All ranks call it."""
         self.abandon()
+        self._alone = True  # who is told that it goes has nothing to say
         self._gather(None)
-        if self.rank.rank == 0 and self._shares is not None:
-            free(self.folder)
+        if self._shares is not None and self._is_first:
+            free(self._home)
 
-    def _why_not(self, hosts: set[str]) -> str | None:
-        """Why no step can be kept in memory here, if so."""
+    @property
+    def _nodes(self) -> list[str]:
+        """The nodes, in the order of their first ranks."""
+        return list(dict.fromkeys(seat.node for seat in self._seats))
+
+    @property
+    def _neighbours(self) -> list[int]:
+        """The ranks of this node."""
+        return [rank for rank, seat in enumerate(self._seats) if seat.node == self._host.node]
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.rank.rank == self._neighbours[0]
+
+    def _next_of(self, owners: list[MemoryOwner | None]) -> MemoryOwner | None:
+        """Of the owners, by rank, that of the node after this one; None if there is no other."""
+        nodes = self._nodes
+        following = nodes[(nodes.index(self._host.node) + 1) % len(nodes)]
+        if following == self._host.node or not self._is_first:
+            return None
+        return next(o for o, seat in zip(owners, self._seats, strict=True) if seat.node == following)
+
+    def _any_sends(self) -> bool:
+        """Whether a node is still sending its part of the step before; the same on all ranks."""
+        if len(self._nodes) == 1:
+            return False
+        return any(self._gather(self._sender is not None and self._sender.is_alive()))
+
+    def _check_room(self) -> None:
+        """Raises OSError if this node has too little memory for what it is to hold."""
         assert self._shares is not None
-        if len(hosts) > 1:
-            return f"ranks are on {len(hosts)} machines, and it is only for those of one"
-        if self._launcher is None:
-            return "the ranks are not on the machine on which the run was started"
-        wanted, room = len(SLOTS) * sum(file.size for file in self._shares.files), self._room()
+        nodes = self._nodes
+        of = {node: sum(seat.nbytes for seat in self._seats if seat.node == node) for node in nodes}
+        headers = sum(len(file.header) for file in self._shares.files)
+        held, what = [self._host.node], "two copies of the state"
+        if len(nodes) > 1:
+            held.append(nodes[nodes.index(self._host.node) - 1])
+            what = "two copies of this node's part of the state, and of another node's,"
+        wanted, room = len(SLOTS) * sum(of[node] + headers for node in held), self._room()
         if wanted > room:
-            return (
-                f"two copies of the state take {wanted / 1e9:.1f} GB, and there is room for {room / 1e9:.1f}"
-            )
-        return None
+            raise OSError(f"{what} take {wanted / 1e9:.1f} GB, and there is room for {room / 1e9:.1f}")
 
-    def _find_or_start(self) -> int:
-        """Have a process own memory for the files, a living one if it has the same; returns the next slot."""
+    def _find_or_start(self) -> MemoryOwner:
+        """Have a process own memory for the files on this node, a living one if it has the same.
+
+        Raises:
+            OSError, subprocess.SubprocessError: there is too little memory, or it does not start.
+        """
         assert self._shares is not None
         files = {file.name: file.size for file in self._shares.files}
-        notes = {name: 0 for name in [RECORD, *map(receipt_name, range(self.rank.world_size))]}
+        notes = [RECORD, *map(receipt_name, range(self.rank.world_size))]
         headers = [file.header.decode(errors="replace") for file in self._shares.files]
         layout = hashlib.sha256(json.dumps([files, notes, headers]).encode()).hexdigest()
-        if (owner := owner_of(self.folder)) and owner.layout == layout:
-            records = {slot: record_in(self.folder / slot) for slot in SLOTS}
-            here = [slot for slot, found in records.items() if found and found.step == self._start]
-            return 1 - SLOTS.index(here[0]) if here else 0
-        free(self.folder)
-        self.folder.mkdir(parents=True)
-        names = {f"{slot}/{name}": size for slot in SLOTS for name, size in {**files, **notes}.items()}
-        spec = {
-            "folder": str(self.folder),
-            "files": names,
-            "layout": layout,
-            "launcher": self._launcher,
-        }
-        with stop_signals_blocked():
-            subprocess.run(
-                [sys.executable, "-I", "-S", str(OWNER)],
-                input=json.dumps(spec).encode(),
-                check=True,
-                timeout=START_SECONDS,
-                start_new_session=True,
-            )
-        return 0
+        if (owner := owner_of(self._home)) and owner.layout == layout:
+            return owner
+        self._check_room()
+        listens: dict[str, Any] = {}
+        if address := self._host.address:
+            held = holder(self.folder)
+            listens = {"listen": address, "token": held.token, "holds": held.at}
+        what = {"slots": SLOTS, "files": files, "notes": notes, **listens}
+        return start_owner(self._home, layout, self._host.process, **what)
 
     def _open(self) -> None:
         """Open those files of both slots that this rank writes into."""
@@ -234,7 +293,7 @@ class MemorySteps:
         small = [receipt_name(self.rank.rank), *([RECORD] if first else [])]
         ours = [one for one in shares.files if first or not shares.ranges.keys().isdisjoint(one.offsets)]
         for slot in SLOTS:
-            where = self.folder / slot
+            where = self._home / slot
             self._notes[slot] = {name: os.open(where / name, os.O_RDWR) for name in small}
             self._maps[slot] = {one.name: _mapped(where / one.name) for one in ours if one.size}
 
@@ -261,12 +320,32 @@ class MemorySteps:
             fault_point("memory.copied")
             if record is not None:
                 os.pwrite(notes[RECORD], record.to_json(), 0)
-            receipt = make_receipt(receipt_id(self.rank.session, step), checksums)
+            receipt = {**make_receipt(receipt_id(self.rank.session, step), checksums), **self._spans}
             os.pwrite(notes[own], json.dumps(receipt).encode(), 0)
-            self.seconds = time.monotonic() - started
+            self._seconds = time.monotonic() - started
             fault_point("memory.sealed")
+            if self._peer is not None:
+                self._sender = threading.Thread(
+                    target=self._send, args=(slot, step, started), name="memory step to peer", daemon=True
+                )
+                self._sender.start()
         except Exception as error:
             logger.warning("step %d is not kept in memory: %s", step, error)
+
+    def _send(self, slot: str, step: int, started: float) -> None:
+        """Have this node's part of a step sent to the next node; runs in a thread."""
+        assert self._owner is not None
+        assert self._peer is not None
+        ids = {receipt_name(rank): receipt_id(self.rank.session, step) for rank in self._neighbours}
+        try:
+            fault_point("memory.sending")
+            copy_to_peer(self.folder, self._owner, self._peer, slot, ids)
+            self._peer_seconds, self._alone = time.monotonic() - started, False
+            fault_point("memory.sent")
+        except OSError as error:
+            if not self._alone:
+                logger.warning("step %d is not in the memory of another node: %s", step, error)
+            self._alone = True
 
     def _copy(
         self, files: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -291,6 +370,25 @@ class MemorySteps:
                             _put(target, start + first + done, outlet.bring(values[key][begin:end]), checksum)
                         taken += nbytes
         return checksums
+
+
+def _spans_of(shares: RankShares) -> Spans:
+    """The ranges of each file that a rank writes; ranges that touch are one."""
+    found: Spans = {}
+    for file in shares.files:
+        ranges = [
+            (start + at, n) for key, start in file.offsets.items() for at, n in shares.ranges.get(key, ())
+        ]
+        if shares.rank == 0:
+            ranges.append((0, len(file.header)))
+        spans: list[tuple[int, int]] = []
+        for first, count in sorted(one for one in ranges if one[1]):
+            if spans and sum(spans[-1]) == first:
+                first, count = spans[-1][0], spans.pop()[1] + count
+            spans.append((first, count))
+        if spans:
+            found[file.name] = spans
+    return found
 
 
 def _put(target: torch.Tensor, offset: int, data: torch.Tensor, checksum: FileChecksum) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, refuse_repeated_keys
 from cairn.checkpoint.tensors.compression import PackedFile, packed_files
-from cairn.checkpoint.tensors.remote_ranges import AwayFile, away_files
+from cairn.checkpoint.tensors.remote_ranges import MAX_HEADER_BYTES, AwayFile, away_files
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ DIRECT_BYTES = 256 << 10  # shorter ranges go through the page cache
 MAX_FILE_BYTES = 5 << 30
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tensor files that lie in an object store, and of which each rank reads its own ranges there.
+"""Tensor files in an object store, or in the memory of several nodes, where each rank reads its own ranges.
 
 A step that a run resumes from, and that no local disk has, gets a folder with its manifest, its small files,
 and the beginning of every tensor file: all that comes before the first value. Beside it lies
@@ -7,13 +7,16 @@ are too short, and so takes the folder for a damaged step, never for a whole one
 """
 
 import functools
+import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.manifest import Damaged, FileEntry, check_crc
+from cairn.checkpoint.memory.memory_owners import SCHEME, NodeReader
 from cairn.run.files import read_json, write_json
 from cairn.run.object_store import ObjectReader, RemoteError
 
@@ -23,7 +26,8 @@ READERS = 8
 
 @dataclass(frozen=True)
 class AwayFile:
-    """A file of which only the beginning is at `path`: the whole is the object `name` below the URL `store`.
+    """A file of which only the beginning is at `path`: the whole is the object `name` below the URL `store`,
+    which may be the memory of nodes.
 
     size: of the whole, in bytes.
     """
@@ -37,11 +41,11 @@ class AwayFile:
     def url(self) -> str:
         return f"{self.store}/{self.name}"
 
-    def read(self, offset: int, count: int) -> bytes | memoryview:
+    def read(self, offset: int, count: int) -> bytes | bytearray | memoryview:
         """The bytes `offset` to `offset + count`.
 
         Raises:
-            Damaged: the file ends earlier, or the object store refuses or fails.
+            Damaged: the file ends earlier, or the object store, or a node, refuses or fails.
         """
         with open(self.path, "rb") as file:
             file.seek(offset)
@@ -50,9 +54,11 @@ class AwayFile:
             return here
         first = offset + len(here)
         try:
-            rest = _objects(self.store).read(self.name, first, count - len(here))
+            rest = _opened(self.store).read(self.name, first, count - len(here))
         except RemoteError as error:
             raise Damaged(str(error)) from None
+        except OSError as error:
+            raise Damaged(f"{self.url}: {error}") from None
         if len(here) + len(rest) != count:
             raise Damaged(f"{self.url}: ends at byte {first + len(rest)}, but should be longer")
         return here + rest if here else rest
@@ -128,7 +134,44 @@ def _note_of(step: Path) -> Path:
     return step.parent / f"{step.name}.away.json"
 
 
+FIRST_BYTES = 64 << 10
+"""Bytes of a tensor file that are read first; its header is seldom longer."""
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+
+def beginning(read: Callable[[int, int], bytes | bytearray | memoryview], size: int, where: str) -> bytes:
+    """All that comes before the values of a safetensors file of `size` bytes.
+
+    Args:
+        read: returns bytes of the file, from their first and their number.
+        where: names the file in the error.
+
+    Raises:
+        Damaged: it is no such file.
+    """
+    first = bytes(read(0, min(FIRST_BYTES, size)))
+    length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else size
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise Damaged(f"{where}: the header would be {length} bytes long")
+    missing = 8 + length - len(first)
+    more = bytes(read(len(first), missing)) if missing > 0 else b""
+    return (first + more)[: 8 + length]
+
+
+class RangeReader(Protocol):
+    """Reads ranges of files by name."""
+
+    def read(self, name: str, first: int, count: int, /) -> bytes | bytearray | memoryview:
+        """The bytes `first` to `first + count`.
+
+        Raises:
+            OSError, RemoteError: they can't be read.
+        """
+        ...
+
+
 @functools.lru_cache(maxsize=16)
-def _objects(url: str) -> ObjectReader:
+def _opened(url: str) -> RangeReader:
     """A process opens a store once."""
-    return ObjectReader(url)
+    return NodeReader(url) if url.startswith(SCHEME) else ObjectReader(url)

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cairn.checkpoint.memory.memory_owners import RankHost
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.environment import adopt, extend_segments
 from cairn.run import heartbeat
@@ -44,7 +45,7 @@ class Assignment:
 
     neighbours: ranks on its node, itself included. address, port: where the ranks meet. gpu: the one to use;
     Ray assigned it to this process or to the one it replaces. name: its name in heartbeats/ and roles.json.
-    log: file for its output. launcher: the host and the process that have started the run.
+    log: file for its output. launcher: the process that has started the run, on the driver's machine.
     """
 
     rank: int
@@ -55,7 +56,7 @@ class Assignment:
     gpu: str | None
     name: str
     log: str
-    launcher: tuple[str, int]
+    launcher: int
 
 
 logger = logging.getLogger(__name__)
@@ -176,10 +177,7 @@ class Worker:
                         backend=config.backend,
                         hang_timeout=config.hang_timeout,
                     )
-                    host, launcher = rank.launcher
-                    outcome = train(
-                        config, attempt, group, launcher if host == socket.gethostname() else None
-                    )
+                    outcome = train(config, attempt, group, _host(config, rank))
                 except BaseException as error:
                     if group is not None:
                         group.abandon()
@@ -197,6 +195,14 @@ def _import_training() -> None:
     extend_segments()
     with importing():
         import cairn.trainer.loop  # noqa: F401
+
+
+def _host(config: TrainerBase, rank: Assignment) -> RankHost:
+    """Where this process runs: in a cluster of the run's own, on the launcher's machine."""
+    if not config.ray.address:
+        return RankHost(rank.launcher)
+    node = ray.get_runtime_context().get_node_id()
+    return RankHost(os.getppid(), node, get_node_ip_address())
 
 
 def _index_of(gpu: str | None) -> int:

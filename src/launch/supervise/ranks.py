@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -17,9 +18,11 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.util import get_node_ip_address
 
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.memory.memory_slots import free, record_of
+from cairn.checkpoint.memory.memory_owners import free, hold
+from cairn.checkpoint.memory.memory_slots import forget, record_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.cluster import cluster_ranks, end_ray, start_ray
@@ -96,7 +99,7 @@ class RankSlot(Watched):
             gpu=self.gpu,
             name=self.name,
             log=str(self.log),
-            launcher=(socket.gethostname(), os.getppid()),
+            launcher=os.getppid(),
         )
         return self.worker.train(rank, config, attempt)
 
@@ -227,6 +230,7 @@ class Ranks:
         """
         try:
             self._reserved = self._reserved or ClusterPlacement(self.config)
+            self._hold_memory()
             while True:
                 heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()
@@ -248,6 +252,15 @@ class Ranks:
             ) from None
         except RayError as error:
             raise RayFailed(f"Ray failed: {type(error).__name__}: {error}") from None
+
+    def _hold_memory(self) -> None:
+        """Start what ends with the launcher, if steps are kept in memory on nodes of a given cluster."""
+        ckpt = self.config.ckpt
+        if ckpt and ckpt.memory_interval and self.config.ray.address:
+            try:
+                hold(self.run.memory, os.getppid(), get_node_ip_address())
+            except (OSError, subprocess.SubprocessError) as error:
+                logger.warning("no step can be kept in memory on nodes (ckpt.memory_interval): %s", error)
 
     @property
     def _placement(self) -> ClusterPlacement:
@@ -350,7 +363,7 @@ class Ranks:
                 self.spares.tend(self._places_of_spares())
         if ended.damaged and attempt.resume_from and record_of(Path(attempt.resume_from)):
             logger.warning("the step in memory can't be loaded: %s", ended.damaged)
-            free(self.run.memory)  # what is left is the newest checkpoint
+            forget(Path(attempt.resume_from))
             raise _RanksDied({0: "could not load a step that was in memory"})
         if ended.damaged and attempt.resume_from:
             raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
@@ -362,6 +375,7 @@ class Ranks:
         if ended.errors:
             raise ended.errors[0]
         outcome = ended.outcomes[0]
+        free(self.run.memory)
         for rank in self._ranks:
             rank.note_state("stopped" if outcome.stopped else "done")
         return outcome
