@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_state import Training, together
 
+from cairn.checkpoint.memory.memory_owners import RankHost
 from cairn.checkpoint.memory.memory_slots import MemoryRecord, start_in_memory
 from cairn.checkpoint.memory.memory_steps import MemorySteps
 from cairn.checkpoint.saving.saver import SavingRank
@@ -43,7 +44,7 @@ def measure_memory(training: Training, repeats: int) -> dict[str, float]:
         return found
 
     here = SavingRank(rank, count, "benchmark")
-    steps = MemorySteps(folder, here, launchers[0], gather, lambda: 1 << 60, {}, start=0)
+    steps = MemorySteps(folder, here, RankHost(int(launchers[0])), gather, lambda: 1 << 60, {}, start=0)
 
     def record(step: int) -> MemoryRecord:
         about = {"run_id": START.run_id, "attempt": 1, "branch": "main", "parent": None, "parts": ["trainer"]}

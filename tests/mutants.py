@@ -212,9 +212,9 @@ MUTANTS = (
     ),
     M(
         "the step that ranks went on from is spared",
-        "MemorySteps._find_or_start",
-        "1 - SLOTS.index(here[0])",
-        "SLOTS.index(here[0])",
+        "MemorySteps.prepare",
+        "1 - SLOTS.index(resumed.slot)",
+        "SLOTS.index(resumed.slot)",
         "test_memory_steps",
     ),
     M(
@@ -223,6 +223,41 @@ MUTANTS = (
         "self._copied.wait()",
         "self._copied.is_set()",
         "test_memory_steps",
+    ),
+    M(
+        "no step takes the place of one that has copies while the next is on its way",
+        "MemorySteps.keep",
+        "if self._given_up or self._any_sends():",
+        "if self._given_up:",
+        "test_memory_nodes",
+    ),
+    M(
+        "a part of a step may come from the memory of another node",
+        "Served._take",
+        'self._taken[slot] = receive(link)["notes"]',
+        "receive(link)",
+        "test_memory_nodes",
+    ),
+    M(
+        "who does not know the run's token gets nothing from a node's memory",
+        "_admits",
+        "return False",
+        "pass",
+        "test_memory_nodes",
+    ),
+    M(
+        "a step that ranks could not load is passed over",
+        "start_in_memory",
+        "if record.id in unreadable:",
+        "if record.id in ():",
+        "test_memory_nodes",
+    ),
+    M(
+        "the memory of all nodes goes with the launcher",
+        "main",
+        "ends.append(anchor.fileno())",
+        "pass",
+        "test_memory_nodes",
     ),
     # A package to build on
     M(

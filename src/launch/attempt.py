@@ -12,7 +12,8 @@ from typing import Any
 
 from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.memory.memory_slots import MemoryRecord, free, start_in_memory
+from cairn.checkpoint.memory.memory_owners import free
+from cairn.checkpoint.memory.memory_slots import MemoryRecord, start_in_memory
 from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig

@@ -11,7 +11,7 @@ from cairn.config.shared import LocalRun, ToolCommand
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
 from cairn.tools.ckpt_output import print_json, say
-from cairn.tools.planning.fleet import HOUR, LOSING, Death, FleetConstants, NearCopies
+from cairn.tools.planning.fleet import HOUR, Death, FleetConstants, NearCopies
 
 if TYPE_CHECKING:
     from cairn.tools.planning.measured import MeasuredRun
@@ -125,7 +125,7 @@ class PlannedBandwidths(BaseConfig):
     remote: Size | None = None
     """From the one machine that uploads to the object store; without it no uploads are simulated."""
     peer: Size | None = None
-    """Of each machine to another one's memory: what copies there would bring. No setting makes them yet."""
+    """Of each machine to another one's memory, such as 5G; else only a run with such copies tells it."""
 
 
 class MakePlan(ToolCommand):
@@ -340,9 +340,16 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
             (run and run.upload_seconds, measured),
         )
     copy = (run and run.memory_seconds) or share / (memory or MEMORY)
-    copied = share / peer if peer else None
-    if copied is not None:
-        sources.take("a copy to another machine takes", "s", (copied, "bandwidth.peer"))
+    near = NearCopies(max(copy - step, 0.0), copy, ("rank", "driver"))
+    if machines > 1 and (peer or (run and run.peer_seconds)):
+        copied = sources.take(
+            "a step is on another machine after",
+            "s",
+            (copy + share / peer if peer else None, "bandwidth.peer"),
+            (run and run.peer_seconds, measured),
+        )
+        # Until a slow copy is there, no other is made: on average half of its time has passed since the last.
+        near = NearCopies(near.cost, copied * (1.0 if copied <= step else 1.5), ("rank", "driver", "machine"))
     restarts = _restarts(plan, run, sources, written, bool(generate))
     rates = _rates(plan.failures, sources, bool(generate))
     shared = fleet.shared_disk if fleet.shared_disk is not None else machines > 1
@@ -359,8 +366,7 @@ def resolve(plan: MakePlan, run: "MeasuredRun | None") -> ResolvedConstants:
         save_cost=cost,
         save_seconds=seconds,
         upload_seconds=upload,
-        memory=NearCopies(max(copy - step, 0.0), copy, ("rank", "driver")) if machines == 1 else None,
-        peer=None if copied is None else NearCopies(max(copied - step, 0.0), copied, LOSING),
+        memory=near if machines == 1 or "machine" in near.survives else None,
         restarts=restarts,
         repair=fleet.repair_hours * HOUR,
         rates=rates,

@@ -23,7 +23,6 @@ from cairn.tools.planning.choice import make_plan, outcome_of
 from cairn.tools.planning.closed_form import best_interval, daly, effective_ratio, expected, young
 from cairn.tools.planning.fleet import (
     HOUR,
-    LOSING,
     Death,
     FleetConstants,
     NearCopies,
@@ -161,8 +160,9 @@ def test_a_dead_server_costs_speed_and_a_dead_orchestrator_time_and_neither_a_st
 
 
 def test_copies_in_another_machines_memory_cost_a_step_at_most():
-    copying = replace(SMALL, peer=NearCopies(0.05, 0.2, LOSING))
-    run = simulated(copying, PlanOption(100, "peer"), RunEvent(500.0, "machine"), RunEvent(900.0, "rank"))
+    copying = replace(SMALL, memory=NearCopies(0.05, 0.2, ("rank", "driver", "machine")))
+    option = PlanOption(100, memory=True)
+    run = simulated(copying, option, RunEvent(500.0, "machine"), RunEvent(900.0, "rank"))
     assert 0 < run.lost["taken again"] <= 2 * 1.3 * 1.05
     assert run.lost["copies"] == pytest.approx(0.05 * run.steps)
 
@@ -212,13 +212,10 @@ def test_more_deaths_never_raise_goodput(events: list[Any], interval: int, durab
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 10**6), st.sampled_from(["disk", "remote", "peer"]), st.integers(1, 400), st.integers(0, 3)
-)
+@given(st.integers(0, 10**6), st.sampled_from(["disk", "remote"]), st.integers(1, 400), st.integers(0, 3))
 def test_every_second_is_accounted_for(seed: int, tier: Any, interval: int, spares: int):
     """All that is lost, by cause, and the steps that count are the whole time."""
-    near = NearCopies(0.4, 2.0, LOSING)
-    fleet = replace(MESSY, peer=near, memory=replace(near, survives=NEAR))
+    fleet = replace(MESSY, memory=NearCopies(0.4, 2.0, NEAR if seed % 3 else (*NEAR, "machine")))
     option = PlanOption(interval, tier, 2, spares, 3, memory=bool(seed % 2))
     run = SimulatedRun(fleet, option).go(drawn_events(fleet, 3, seed, 0))
     useful = run.steps * fleet.step_seconds(3)

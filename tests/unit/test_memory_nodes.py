@@ -4,7 +4,10 @@ import json
 import logging
 import os
 import random
+import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +22,7 @@ import pytest
 import torch
 from fake_ranks import PLACED, FakeRank, tensors_of
 from runs import ABOUT
-from test_memory_steps import START, flip
+from test_memory_steps import START
 
 from cairn.checkpoint.manifest import Damaged, load_manifest
 from cairn.checkpoint.memory.memory_owners import (
@@ -80,7 +83,9 @@ class RanksOnNodes:
         raylets: by node, the process that stands for it; this one, unless it is given.
     """
 
-    def __init__(self, folder: Path, nodes: Sequence[str], start: int = 0, room: int = 1 << 40, **raylets: int):
+    def __init__(
+        self, folder: Path, nodes: Sequence[str], start: int = 0, room: int = 1 << 40, **raylets: int
+    ):
         self.folder, self.nodes = folder, nodes
         self._said: list[Any] = [None] * len(nodes)
         self._barrier = threading.Barrier(len(nodes), timeout=60)
@@ -118,7 +123,9 @@ class RanksOnNodes:
 
         def on(rank: int) -> None:
             steps, about = self.steps[rank], {**ABOUT, "parent": None, "world_size": len(self.nodes)}
-            record = MemoryRecord(START.id, steps.rank.session, step, 0, about, {"trainer/state.json": "e30K"})
+            record = MemoryRecord(
+                START.id, steps.rank.session, step, 0, about, {"trainer/state.json": "e30K"}
+            )
             steps.keep(step, held[rank], None if rank else record)
             steps.before_update()
             steps.wait()
@@ -174,7 +181,9 @@ def content(step: Path) -> bytes:
     check_away(away, manifest.tensor_files)
     chance, data = random.Random(0), b""
     while len(data) < away[FILE].size:
-        data += bytes(away[FILE].read(len(data), min(chance.randint(1, 1 << 18), away[FILE].size - len(data))))
+        data += bytes(
+            away[FILE].read(len(data), min(chance.randint(1, 1 << 18), away[FILE].size - len(data)))
+        )
     return data
 
 
@@ -210,3 +219,196 @@ def test_any_node_may_be_lost(name: str, folder: Path, tmp_path: Path):
     assert content(folder / "step_2") == file_of_one_process(name, 5, tmp_path)
     assert start_in_memory(folder, START, lambda record: record.step < 2).start_step == 1
     again.together(lambda rank: again.steps[rank].close())
+
+
+def test_two_nodes_in_a_row_are_too_many(folder: Path):
+    """A node's part is in its own memory and in the next one's. Others are not enough for a step."""
+    ranks = RanksOnNodes(folder, ["n0", "n1", "n2"])
+    for step in (1, 2):
+        ranks.keep(step, held_by_ranks("columns", step))
+    ranks.lose("n1")
+    assert newest(folder) == 2
+    ranks.lose("n2")
+    assert newest(folder) == 0
+
+
+def test_a_flipped_bit_is_noticed_when_ranks_load(folder: Path):
+    """In the memory of the node, or of the one that has a copy: the step before is whole."""
+    ranks = RanksOnNodes(folder, ["n0", "n1"])
+    for step in (1, 2):
+        ranks.keep(step, held_by_ranks("two ranks", step))
+    ranks.lose("n1")
+    start = start_in_memory(folder, START, lambda record: True)
+    assert start == replace(START, start_step=2, resume_from=str(folder / "step_2"))
+    content(folder / "step_2")
+    *_, size = (file.size for file in load_manifest(folder / "step_2").tensor_files.values())
+    owned = sorted(Path(f"/proc/{ranks.owner('n0').pid}/fd").iterdir(), key=lambda fd: int(fd.name))
+    _, own_2, copy_1, copy_2 = (fd for fd in owned if _is_memory(fd) and fd.stat().st_size == size)
+    of_ranks = [_written(own_2), _written(copy_2)]
+    for file, places in zip((own_2, copy_2), of_ranks, strict=True):
+        _flip(file, places[-1])
+        with pytest.raises(Damaged, match="changed between bytes"):
+            content(folder / "step_2")
+        _flip(file, places[-1])
+    _flip(copy_2, of_ranks[1][0])
+    forget(folder / "step_2")
+    assert newest(folder) == 1
+    content(folder / "step_1")
+    _flip(copy_1, _written(copy_1)[0])
+    with pytest.raises(Damaged, match="changed between bytes"):
+        content(folder / "step_1")
+    forget(folder / "step_1")
+    assert newest(folder) == 0
+
+
+def _is_memory(fd: Path) -> bool:
+    return "cairn-step" in os.readlink(fd)
+
+
+def _written(file: Path) -> list[int]:
+    """Where bytes are in a file that are not zero."""
+    return [place for place, byte in enumerate(file.read_bytes()) if byte]
+
+
+def _flip(file: Path, place: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1]))
+
+
+def test_a_slow_transfer_is_not_overtaken(folder: Path):
+    """Until a step is on its way no longer, no other one takes the place of the step before it."""
+    held = held_by_ranks("two ranks", 0)
+    ranks = RanksOnNodes(folder, ["n0", "n1"])
+    ranks.keep(1, held)
+    slow = ranks.owner("n1")
+    os.kill(slow.pid, signal.SIGSTOP)
+    ranks.keep(2, held, sent=False)
+    ranks.keep(3, held, sent=False)
+    os.kill(slow.pid, signal.SIGCONT)
+    assert newest(folder) == 2
+    wait_until(lambda: not any(one._sender and one._sender.is_alive() for one in ranks.steps))
+    ranks.keep(4, held)
+    assert newest(folder) == 4
+    assert ranks.steps[0].metrics().keys() == {"time/memory", "time/memory_peer"}
+
+
+@pytest.mark.parametrize(("point", "left"), [("memory.sending", 1), ("memory.sent", 2)])
+def test_a_copy_that_fails_is_said_and_training_goes_on(
+    point: str, left: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The node whose part has no copy is lost afterwards."""
+    monkeypatch.setattr(faults, "_reached", {})
+    ranks = RanksOnNodes(folder, ["n0", "n1"])
+    ranks.keep(1, held_by_ranks("two ranks", 1))
+    monkeypatch.setenv("CAIRN_FAULT", f"{point}:EIO@1,{point}:EIO@2")
+    ranks.keep(2, held_by_ranks("two ranks", 2))
+    assert len(re.findall(r"step 2 is not in the memory of another node: .*EIO@", caplog.text)) == 2
+    assert newest(folder) == 2
+    lost = ranks.owner("n1")
+    end(lost)
+    assert newest(folder) == left
+    content(folder / f"step_{left}")
+    caplog.clear()
+    monkeypatch.delenv("CAIRN_FAULT")
+    ranks.keep(3, held_by_ranks("two ranks", 3))
+    ranks.keep(4, held_by_ranks("two ranks", 4))
+    assert not caplog.text, "it is said once"
+
+
+def test_who_does_not_know_the_token_is_refused(folder: Path, tmp_path: Path):
+    """On either side; only the user may read it, and nodes' notes don't have it."""
+    ranks = RanksOnNodes(folder, ["n0", "n1"])
+    ranks.keep(1, held_by_ranks("two ranks", 1))
+    owner, token = ranks.owner("n0"), holder(folder).token
+    note = folder / LAUNCHER / "owner.json"
+    assert note.stat().st_mode & 0o777 == 0o600
+    assert token not in (folder / "n0" / "owner.json").read_text()
+    with connect(owner.at, token) as link:
+        send(link, {"do": "notes"})
+        assert receive(link)["slots"].keys() == {"a", "b", "peer/a", "peer/b"}
+    with pytest.raises(PermissionError, match="does not know the run's token"):
+        connect(owner.at, token[:-1])
+    with socket.create_connection(owner.at) as link:  # and does not check what it is told
+        link.sendall(bytes(64))
+        link.settimeout(30)
+        answered = b""
+        while data := link.recv(1 << 16):
+            answered += data
+        assert len(answered) == 64, "a number and a proof, and then nothing"
+    content_before = json.loads(note.read_text())
+    note.write_text(json.dumps({**content_before, "token": secrets.token_hex(32)}))
+    assert newest(folder) == 0
+    note.write_text(json.dumps(content_before))
+    assert newest(folder) == 1
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"do": "read", "ranges": [["a/model/model.safetensors", -1, 4]]},
+    {"do": "read", "ranges": [["a/model/model.safetensors", 0, 1 << 40]]},
+    {"do": "read", "ranges": [["a/../owner.json", 0, 1]]},
+    {"do": "take", "slot": "a", "spans": {"model/model.safetensors": [[1 << 40, 8]]}},
+    {"do": "take", "slot": "../a", "spans": {}},
+    {"do": "run"},
+    {},
+]
+
+
+def test_requests_that_make_no_sense_are_answered_with_an_error(folder: Path):
+    """And change nothing."""
+    ranks = RanksOnNodes(folder, ["n0", "n1"])
+    ranks.keep(1, held_by_ranks("two ranks", 1))
+    for asked in NONSENSE:
+        with connect(ranks.owner("n0").at, holder(folder).token) as link:
+            send(link, asked)
+            with pytest.raises(OSError, match=r"bytes|a/|\.\./a|run|do"):
+                receive(link)
+    ranks.lose("n1")
+    assert newest(folder) == 1
+    content(folder / "step_1")
+
+
+def test_the_memory_goes_with_the_launcher_and_with_the_node(tmp_path: Path):
+    """And, on its node, when the run ends."""
+    folder = tmp_path / "memory"
+    launcher, raylet = (
+        subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
+    )
+    hold(folder, launcher.pid, HERE)
+    held_by = holder(folder)
+    hold(folder, launcher.pid, HERE)
+    assert holder(folder) == held_by, "a driver that is started again finds it"
+    ranks = RanksOnNodes(folder, ["n0", "n1"], n1=raylet.pid)
+    ranks.keep(1, held_by_ranks("two ranks", 1))
+    owners = [ranks.owner("n0"), ranks.owner("n1")]
+    raylet.kill()
+    raylet.wait()
+    wait_until(lambda: not owners[1].lives)
+    assert owners[0].lives
+    assert newest(folder) == 1
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not owners[0].lives and not held_by.lives)
+    assert newest(folder) == 0
+
+
+def test_too_little_memory_is_said(folder: Path, caplog: pytest.LogCaptureFixture):
+    """A node needs room for its part and for another node's, of both steps."""
+    ranks = RanksOnNodes(folder, ["n0", "n1", "n2"], room=1 << 20)
+    with caplog.at_level(logging.WARNING):
+        ranks.keep(1, held_by_ranks("columns", 1))
+    (said,) = caplog.messages
+    assert "no step is kept in memory (ckpt.memory_interval): two copies of this node's part of the" in said
+    assert newest(folder) == 0
+
+
+def test_without_what_ends_with_the_launcher_nothing_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Memory would outlive the run."""
+    ranks = RanksOnNodes(tmp_path / "memory", ["n0", "n1"])
+    ranks.keep(1, held_by_ranks("two ranks", 1))
+    assert "owner.json is missing" in caplog.text
+    assert newest(tmp_path / "memory") == 0

@@ -245,7 +245,7 @@ class NodeReader:
         self._firsts = {name: [part.first for part in ranges] for name, ranges in self._files.items()}
         self._token = holder(path.parent).token
 
-    def read(self, name: str, first: int, count: int) -> bytearray:
+    def read(self, name: str, first: int, count: int) -> memoryview:
         """The bytes `first` to `first + count` of a file; fewer if it ends earlier.
 
         Raises:
@@ -269,4 +269,4 @@ class NodeReader:
                 receive(link)
                 for offset, nbytes in into[at]:
                     fill(link, view[offset : offset + nbytes])
-        return data
+        return view

@@ -255,7 +255,7 @@ class Served:
         while True:
             link.settimeout(None)
             asked = receive(link)
-            if asked["do"] == "hold":
+            if asked.get("do") == "hold":
                 send(link, {})
                 continue
             link.settimeout(PATIENCE_SECONDS)

@@ -41,7 +41,7 @@ class AwayFile:
     def url(self) -> str:
         return f"{self.store}/{self.name}"
 
-    def read(self, offset: int, count: int) -> bytes | bytearray | memoryview:
+    def read(self, offset: int, count: int) -> bytes | memoryview:
         """The bytes `offset` to `offset + count`.
 
         Raises:
@@ -140,7 +140,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 
-def beginning(read: Callable[[int, int], bytes | bytearray | memoryview], size: int, where: str) -> bytes:
+def beginning(read: Callable[[int, int], bytes | memoryview], size: int, where: str) -> bytes:
     """All that comes before the values of a safetensors file of `size` bytes.
 
     Args:
@@ -162,7 +162,7 @@ def beginning(read: Callable[[int, int], bytes | bytearray | memoryview], size: 
 class RangeReader(Protocol):
     """Reads ranges of files by name."""
 
-    def read(self, name: str, first: int, count: int, /) -> bytes | bytearray | memoryview:
+    def read(self, name: str, first: int, count: int, /) -> bytes | memoryview:
         """The bytes `first` to `first + count`.
 
         Raises:

@@ -164,9 +164,11 @@ class FleetPlan:
             f"being written that takes {size(best.disk)}"
         )
         if near and option.memory:
+            copies = 2 if fleet.machines == 1 else 4
             yield (
                 f"memory_interval = 1: if {' or '.join(near.survives)} dies, the step before is in memory: "
-                f"saves are for other deaths; it takes {size(2 * fleet.state)} of host memory"
+                f"saves are for other deaths; it takes {size(copies * fleet.state)} of host memory"
+                f"{'' if fleet.machines == 1 else ' in all'}"
             )
         yield self._about_remote()
         if fleet.rate("machine", 0):
@@ -305,8 +307,6 @@ def make_plan(
         kinds.append(replace(kinds[0], tier="remote"))
     if fleet.memory is not None:
         kinds += [replace(kind, memory=True) for kind in kinds]
-    if fleet.peer is not None:
-        kinds.append(replace(kinds[0], tier="peer"))
     spares = spares_to_try(fleet) if spares is None else sorted(set(spares))
     if not fleet.rates.get("machine"):
         spares = spares[:1]
@@ -318,7 +318,7 @@ def make_plan(
             for count in spares:
                 option = _uploading(fleet, replace(kind, interval=interval, spares=count))
                 outcomes.append(outcome_of(fleet, option, seed, samples))
-    best = _best(fleet, [one for one in outcomes if one.option.tier != "peer"])
+    best = _best(fleet, outcomes)
     others: list[PlanOutcome] = []
     if fleet.generate and fleet.servers:
         for servers in sorted(

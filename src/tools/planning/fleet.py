@@ -13,9 +13,8 @@ Death = Literal["rank", "driver", "launcher", "orchestrator", "server", "machine
 or a machine with all that runs on it."""
 LOSING: tuple[Death, ...] = ("rank", "driver", "launcher", "machine")
 """Deaths after which the trainer goes back to a saved step. After the others it keeps what it has."""
-Tier = Literal["disk", "remote", "peer"]
-"""Where steps are: `ckpt.dir` alone; an object store behind it (`ckpt.remote`); the memory of another machine
-in front of it, which no setting turns on yet."""
+Tier = Literal["disk", "remote"]
+"""Where steps are: `ckpt.dir` alone; an object store behind it (`ckpt.remote`)."""
 HOUR = 3600.0
 
 
@@ -42,8 +41,8 @@ class FleetConstants:
 
     save_cost: by which a save delays training: the time that training stands still, and by which it is
     slower meanwhile. save_seconds: until a save is durable. upload_seconds: until a durable step is in the
-    object store. memory, peer: copies in the memory of the same machine (`ckpt.memory_interval`), and
-    of another one.
+    object store. memory: copies in memory outside the ranks (`ckpt.memory_interval`), with several
+    machines also in that of another one.
 
     restarts: from a death until the trainer takes a step again, or until a server answers again; without the
     steps that are taken again. repair: until a machine that died can be used again.
@@ -66,7 +65,6 @@ class FleetConstants:
     save_seconds: float = 0.0
     upload_seconds: float | None = None
     memory: NearCopies | None = None
-    peer: NearCopies | None = None
     restarts: Mapping[Death, float] = field(default_factory=dict[Death, float])
     repair: float = 24 * HOUR
     rates: Mapping[Death, float] = field(default_factory=dict[Death, float])
@@ -116,8 +114,6 @@ class PlanOption:
 
     def near(self, fleet: FleetConstants) -> NearCopies | None:
         """The copies of each step outside the ranks, if there are any."""
-        if self.tier == "peer":
-            return fleet.peer
         return fleet.memory if self.memory else None
 
     def step_seconds(self, fleet: FleetConstants, serving: int | None = None) -> float:

@@ -50,6 +50,7 @@ class MeasuredRun:
     save_cost: float | None
     save_seconds: float | None
     memory_seconds: float | None
+    peer_seconds: float | None
     upload_seconds: float | None
     state: int | None
     interval: int | None
@@ -87,7 +88,10 @@ def measure(view: RunView) -> MeasuredRun:
     elif rl:
         # Where the trainer waits, the servers set the pace; else their time is shorter than its own.
         generate = step if wait > WAITS * step else statistics.fmean(generates)
-    copies = [value for row in usual if (value := number(row, "time/memory")) is not None]
+    copies, far = (
+        [value for row in usual if (value := number(row, name)) is not None]
+        for name in ("time/memory", "time/memory_peer")
+    )
     state = _state(view)
     upload = view.run.rates.expected("upload", state) if state else None
     starts = _starts(rows, clock, spans, step)
@@ -104,6 +108,7 @@ def measure(view: RunView) -> MeasuredRun:
         save_cost=cost,
         save_seconds=statistics.median(saves.values()) if saves else None,
         memory_seconds=statistics.median(copies) if copies else None,
+        peer_seconds=statistics.median(far) if far else None,
         upload_seconds=upload.most if upload else None,
         state=state,
         interval=ckpt.get("interval"),

@@ -69,10 +69,10 @@ def _cells(one: PlanOutcome, plan: FleetPlan) -> Iterator[str]:
     for cause in ("taken again", "saves", "restarts", "machines", "servers"):
         yield f"{one.lost[cause]:,.1f}"
     yield size(one.disk)
-    yield "<- best" if option == plan.best.option else ("no setting yet" if option.tier == "peer" else "")
+    yield "<- best" if option == plan.best.option else ""
 
 
-TIERS = {"disk": "ckpt.dir", "remote": "ckpt.dir and ckpt.remote", "peer": "another machine's memory"}
+TIERS = {"disk": "ckpt.dir", "remote": "ckpt.dir and ckpt.remote"}
 
 
 def draw(plan: FleetPlan, path: Path) -> None:

@@ -1,0 +1,119 @@
+"""A node of a Ray cluster is lost with all that runs on it: the others have its part of the newest step."""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import draws
+import psutil
+import pytest
+from runs import (
+    CONFIGS,
+    Command,
+    Shell,
+    assert_same_bits,
+    free_port,
+    read,
+    rows,
+    steps,
+    tensors,
+    untimed,
+    whole_rows,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+LAST = 40
+
+
+class RayNodes:
+    """Ray nodes with a CPU each, all of them on this machine; the first one is the head."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
+        self.token = secrets.token_hex(32)
+        self.temporary = Path("/tmp") / f"cairn-test-{os.getpid()}"  # paths of Ray's sockets must be short
+        self.nodes: list[Command] = []
+
+    def start(self) -> Command:
+        """Start one more."""
+        place = ["--address", self.address]
+        if not self.nodes:
+            head, _, port = self.address.partition(":")
+            place = ["--head", f"--port={port}", f"--node-ip-address={head}", "--include-dashboard=false"]
+            place += [f"--temp-dir={self.temporary}"]
+        flags = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        log = self.folder / f"node{len(self.nodes)}.log"
+        node = Command(log, {**os.environ, **self.environment}, "ray", "start", *place, *flags)
+        self.nodes.append(node)
+        node.wait_until(lambda: "Ray runtime started" in node.output, 120)
+        return node
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What whoever joins has to have."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+
+    def close(self) -> None:
+        """End all, and remove their files."""
+        for node in reversed(self.nodes):
+            node.__exit__()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[RayNodes]:
+    """Two."""
+    found = RayNodes(tmp_path)
+    try:
+        found.start()
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+@draws.in_turn("a lost node", 0, 3)
+def test_the_part_of_a_lost_node_comes_from_another_ones_memory(
+    shell: Shell, nodes: RayNodes, tmp_path: Path
+):
+    """A rank on each of two nodes; a third one takes the lost one's place. At most one step is taken again,
+    without a checkpoint, and the run has the bits of one that nothing has disturbed."""
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    command = ("sft", "@", f"{CONFIGS}/sft.toml", "--workers", 2, "--max-steps", LAST)
+    memory = ("--ckpt.interval", 1000, "--ckpt.memory-interval", 1, "--ray.address", nodes.address)
+    with shell.start(*command, *memory, "--output-dir", run, environment=nodes.environment) as running:
+        running.wait_until(lambda: len(rows(run)) >= 8)
+        _kill(nodes.nodes[1], run)
+        reached = rows(run)[-1]["step"]
+        nodes.start()
+        finished = running.finish()
+    assert finished.code == 0, finished.output
+    log = (run / "logs" / "trainer.log").read_text()
+    (came,) = set(re.findall(r"the ranks go on from step (\d+), which is in memory", log))
+    assert reached - 1 <= int(came), log
+    assert rows(run)[-1]["run/recomputed_steps"] <= 1
+    assert steps(run) == [LAST]
+    assert not (run / "memory").exists()
+    shell.succeed(*command, "--output-dir", straight)
+    assert untimed(whole_rows(run, LAST)) == untimed(whole_rows(straight, LAST))
+    assert_same_bits(
+        tensors(run / f"checkpoints/step_{LAST}"), tensors(straight / f"checkpoints/step_{LAST}")
+    )
+
+
+def _kill(node: Command, run: Path) -> None:
+    """Kill all processes of a node at once, as if its machine had lost its power."""
+    pids = {node.process.pid, *(pid for pid, _ in node.family())}
+    roles = read(run / "roles.json")["roles"]
+    (rank,) = [name for name in ("trainer_rank0", "trainer_rank1") if roles[name]["pid"] in pids]
+    receipts = (run / "memory").glob(f"*/?/{rank.removeprefix('trainer_')}.json")
+    (memory,) = {path.parent.parent for path in receipts if path.read_bytes()}
+    pids = {read(memory / "owner.json")["pid"], *pids.intersection(psutil.pids())}
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
