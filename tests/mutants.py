@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     M(
         "a part of a step may come from the memory of another node",
-        "Served._take",
+        "OwnedMemory._take",
         'self._taken[slot] = receive(link)["notes"]',
         "receive(link)",
         "test_memory_nodes",

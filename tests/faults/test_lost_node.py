@@ -99,7 +99,8 @@ def test_the_part_of_a_lost_node_comes_from_another_ones_memory(
     assert rows(run)[-1]["run/recomputed_steps"] <= 1
     assert steps(run) == [LAST]
     assert not (run / "memory").exists()
-    shell.succeed(*command, "--output-dir", straight)
+    assert all("time/memory_peer" in row for row in rows(run)[-20:])
+    shell.succeed(*command, "--ckpt", "--output-dir", straight)
     assert untimed(whole_rows(run, LAST)) == untimed(whole_rows(straight, LAST))
     assert_same_bits(
         tensors(run / f"checkpoints/step_{LAST}"), tensors(straight / f"checkpoints/step_{LAST}")

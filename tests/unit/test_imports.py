@@ -46,7 +46,7 @@ PLUG_INS = (
 """Folders of one idea a file, and files of one: a format, or an environment."""
 ENTRIES = {
     "__main__.py",
-    "checkpoint/memory/owner.py",
+    "run/memory_owner.py",
     "inference/plugin/adapter_modules.py",
     "launch/branches/process.py",
     "launch/ray/agent.py",

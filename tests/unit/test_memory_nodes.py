@@ -36,12 +36,12 @@ from cairn.checkpoint.memory.memory_owners import (
 )
 from cairn.checkpoint.memory.memory_slots import MemoryRecord, forget, start_in_memory
 from cairn.checkpoint.memory.memory_steps import MemorySteps
-from cairn.checkpoint.memory.owner import connect, receive, send
 from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.remote_ranges import away_in_step, check_away
 from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.run import faults
+from cairn.run.memory_owner import connect, receive, send
 
 HERE = "127.0.0.1"
 FILE = "model/model.safetensors"

@@ -1,4 +1,4 @@
-"""The processes that own the memory of a run's newest steps (`owner.py`): starting, asking and ending them.
+"""The processes that own the memory of a run's newest steps: starting, asking and ending them.
 
 In Ray of one's own there is one, with its links in `memory/`, which ends with the launcher. In a cluster that
 was given there is one on each node with ranks, with its links in `memory/NODE/`, which ends with the node, or
@@ -15,25 +15,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.memory.owner import began, connect, fill, receive, send
-from cairn.run.files import read_json, read_note, write_json
+from cairn.run import memory_owner
+from cairn.run.files import read_note
+from cairn.run.memory_owner import began, connect, receive, send
 from cairn.run.signals import stop_signals_blocked
 
-PROGRAM = Path(__file__).with_name("owner.py")
 NOTE = "owner.json"
 LAUNCHER = "launcher"
 """The folder, beside those of nodes, of the owner that ends with the launcher."""
 START_SECONDS = 60.0
 ASK_SECONDS = 5.0
 """So long a node may take to answer whether its memory is still there."""
-SCHEME = "memory://"
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,10 @@ def owner_of(folder: Path) -> MemoryOwner | None:
 
 
 def start_owner(folder: Path, layout: str, process: int, **spec: Any) -> MemoryOwner:
-    """Start an owner with its links in `folder`, in place of what is there; see `owner.py` for `spec`.
+    """Start an owner with its links in `folder`, in place of what is there.
+
+    Args:
+        spec: see `cairn.run.memory_owner`.
 
     Raises:
         OSError, subprocess.SubprocessError: it does not start.
@@ -108,7 +109,7 @@ def start_owner(folder: Path, layout: str, process: int, **spec: Any) -> MemoryO
     what: dict[str, Any] = {"slots": (), "files": {}, "notes": (), **spec}
     with stop_signals_blocked():
         subprocess.run(
-            [sys.executable, "-I", "-S", str(PROGRAM)],
+            [sys.executable, "-I", "-S", memory_owner.__file__],
             input=json.dumps({"folder": str(folder), "layout": layout, "process": process, **what}).encode(),
             check=True,
             timeout=START_SECONDS,
@@ -195,78 +196,3 @@ def copy_to_peer(
         link.settimeout(None)  # however long it takes: who sends or receives waits for each byte for so long
         send(link, {"do": "copy", "slot": slot, "ids": dict(ids), "peer": peer.at})
         receive(link)
-
-
-# Reading what lies in the memory of several nodes.
-
-
-@dataclass(frozen=True)
-class NodeRange:
-    """A range of a file, and who has it: the owner's address and port, and the file's name there."""
-
-    first: int
-    count: int
-    address: str
-    port: int
-    place: str
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The content of the file that a URL of `note_ranges` names: the ranges of each file, by name."""
-
-    files: dict[str, list[NodeRange]]
-
-
-def note_ranges(path: Path, files: Mapping[str, Sequence[NodeRange]]) -> str:
-    """Write down where the ranges of files lie; returns the URL for `NodeReader`.
-
-    Args:
-        path: a new file in the folder of the run's memory.
-        files: all bytes of each file, by name.
-    """
-    write_json(path, asdict(_Parts({n: sorted(parts, key=lambda p: p.first) for n, parts in files.items()})))
-    return f"{SCHEME}{path}"
-
-
-class NodeReader:
-    """Reads files whose ranges lie in the memory of nodes.
-
-    Args:
-        url: what `note_ranges` has returned.
-    """
-
-    def __init__(self, url: str):
-        path = Path(url.removeprefix(SCHEME))
-        parts = read_json(path, _Parts)
-        if parts is None:
-            raise OSError(f"{path} is missing")
-        self._files = parts.files
-        self._firsts = {name: [part.first for part in ranges] for name, ranges in self._files.items()}
-        self._token = holder(path.parent).token
-
-    def read(self, name: str, first: int, count: int) -> memoryview:
-        """The bytes `first` to `first + count` of a file; fewer if it ends earlier.
-
-        Raises:
-            OSError: a node does not answer.
-        """
-        data = bytearray()
-        asked: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
-        into: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for part in self._files[name][max(bisect_right(self._firsts[name], first) - 1, 0) :]:
-            begin, end = first + len(data), min(first + count, part.first + part.count)
-            if end <= begin or begin < part.first:
-                break
-            at = part.address, part.port
-            asked.setdefault(at, []).append((part.place, begin, end - begin))
-            into.setdefault(at, []).append((len(data), end - begin))
-            data += bytes(end - begin)
-        view = memoryview(data)
-        for at, ranges in asked.items():
-            with connect(at, self._token) as link:
-                send(link, {"do": "read", "ranges": ranges})
-                receive(link)
-                for offset, nbytes in into[at]:
-                    fill(link, view[offset : offset + nbytes])
-        return view

@@ -1,7 +1,7 @@
 """What is in the memory of a run's newest steps, and a folder from which ranks load a step that is there.
 
-The memory itself belongs to another process (`owner.py`), and is reached through links in the run directory.
-Imports no torch: the trainer's driver looks here.
+The memory itself belongs to other processes (`cairn.run.memory_owner`), and is reached through links in the
+run directory, or over the network. Imports no torch: the trainer's driver looks here.
 """
 
 import base64
@@ -25,10 +25,11 @@ from cairn.checkpoint.manifest import (
     check_content,
     new_manifest,
 )
-from cairn.checkpoint.memory.memory_owners import FoundSlot, NodeRange, NodeReader, living_slots, note_ranges
-from cairn.checkpoint.memory.owner import RECORD
+from cairn.checkpoint.memory.memory_owners import LAUNCHER, NOTE, FoundSlot, living_slots
+from cairn.checkpoint.tensors.node_ranges import NodeRange, NodeReader, note_ranges
 from cairn.checkpoint.tensors.remote_ranges import beginning, note_away
 from cairn.run.files import parse_json, read_json, read_note, write_atomic, write_json
+from cairn.run.memory_owner import RECORD
 from cairn.run.messages import Attempt
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ def _leave_on_nodes(step: Path, places: Mapping[str, list[NodeRange]], sizes: Ma
         CheckpointError: a node does not answer, or a file is none of tensors.
     """
     path = step.with_name(f"{step.name}.{secrets.token_hex(4)}.json")
-    url = note_ranges(path, {f"{step.name}/{name}": spans for name, spans in places.items()})
+    files = {f"{step.name}/{name}": spans for name, spans in places.items()}
+    url = note_ranges(path, files, step.parent / LAUNCHER / NOTE)
     reader = NodeReader(url)
     for name, size in sizes.items():
         first = beginning(lambda at, n, name=name: reader.read(f"{step.name}/{name}", at, n), size, name)

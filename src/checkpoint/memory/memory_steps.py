@@ -1,9 +1,9 @@
 """The newest steps in hosts' memory, outside the ranks, from which ranks that have died go on.
 
 Two slots take turns, so that one of them is whole at any moment. In a slot are the tensor files of a step, as
-a checkpoint has them, in memory that another process owns (`owner.py`). All ranks of the host write their
-ranges into them: one copy of the state, while the next step's forward and backward passes run. A rank's
-receipt, written last, says for which step its bytes are, and has their checksums.
+a checkpoint has them, in memory that another process owns (`cairn.run.memory_owner`). All ranks of the host
+write their ranges into them: one copy of the state, while the next step's forward and backward passes run. A
+rank's receipt, written last, says for which step its bytes are, and has their checksums.
 
 In a cluster that was given, each node has such a process, and keeps the ranges of its own ranks. The nodes
 form a ring, in which each one's part of a step goes to the next one's memory as soon as it is whole. All
@@ -47,7 +47,6 @@ from cairn.checkpoint.memory.memory_slots import (
     receipt_name,
     record_of,
 )
-from cairn.checkpoint.memory.owner import RECORD, Spans
 from cairn.checkpoint.saving.rank_shares import RankShares, Tensors, describe
 from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
@@ -55,6 +54,7 @@ from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.run.faults import fault_point
 from cairn.run.files import write_atomic
+from cairn.run.memory_owner import RECORD, Spans
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.manifest import Damaged, FileEntry, check_crc
-from cairn.checkpoint.memory.memory_owners import SCHEME, NodeReader
+from cairn.checkpoint.tensors.node_ranges import SCHEME, NodeReader
 from cairn.run.files import read_json, write_json
 from cairn.run.object_store import ObjectReader, RemoteError
 

@@ -1,6 +1,6 @@
 """The process that owns the memory in which the newest steps are kept, so that it outlives ranks and driver.
 
-    python owner.py < SPEC
+    python memory_owner.py < SPEC
 
 It makes one file in memory (memfd) for each file of SPEC, in both slots, which other processes of the user
 open through links to `/proc/PID/fd/N`. It ends, and the memory with it, when the process that SPEC names has
@@ -198,7 +198,7 @@ class OwnedFile:
         os.ftruncate(self.fd, self.size)
 
 
-class Served:
+class OwnedMemory:
     """The files of an owner, as other processes ask for them; one thread a connection."""
 
     def __init__(self, spec: dict[str, Any]):
@@ -364,7 +364,7 @@ def main() -> None:
         send(anchor, {"do": "hold"})
         receive(anchor)
         ends.append(anchor.fileno())
-    served = Served(spec)
+    served = OwnedMemory(spec)
     _link(Path(spec["folder"]), served.links)
     address = spec.get("listen", "")
     _write_note(Path(spec["folder"]), spec, address, served.listen(address) if address else 0)
