@@ -55,9 +55,8 @@ DRAWN = random.Random(draws.seed(__name__)).choice(["RL, power cut", "SFT, power
 """What a commit has of all."""
 FEW = 1
 """Fault points on the way of a run in a commit."""
-ELSEWHERE = ("orchestrator.turn", "orchestrator.call", "trainer.rewind", "memory.sending", "memory.sent")
-"""Points that these runs don't reach: test_killed_programs.py, tests/unit/test_rewinds.py and
-test_memory_nodes.py."""
+ELSEWHERE = ("orchestrator.turn", "orchestrator.call", "trainer.rewind")
+"""Points that these runs don't reach: test_killed_programs.py, tests/unit/test_rewinds.py."""
 
 
 @pytest.mark.parametrize(

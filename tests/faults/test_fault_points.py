@@ -54,7 +54,7 @@ OF_SERVICE = ("service.",)
 """Points that only the command `service` reaches: test_killed_service.py."""
 OF_BRANCHES = ("branches.",)
 """Points that only `rl --branch` reaches: tests/unit/test_branches.py."""
-OF_MEMORY = ("memory.",)
+OF_MEMORY = ("memory.", "peer.")
 """Points that only a run with --ckpt.memory-interval reaches: test_chaos.py, and on several nodes
 tests/unit/test_memory_nodes.py."""
 

@@ -19,6 +19,7 @@ from runs import (
     free_port,
     read,
     rows,
+    step_folder,
     steps,
     tensors,
     untimed,
@@ -77,34 +78,42 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
         found.close()
 
 
+@pytest.mark.parametrize("driver", draws.cases([False, True], __name__, 0, [False]))
 @draws.in_turn("a lost node", 0, 3)
 def test_the_part_of_a_lost_node_comes_from_another_ones_memory(
-    shell: Shell, nodes: RayNodes, tmp_path: Path
+    shell: Shell, nodes: RayNodes, tmp_path: Path, driver: bool
 ):
-    """A rank on each of two nodes; a third one takes the lost one's place. At most one step is taken again,
-    without a checkpoint, and the run has the bits of one that nothing has disturbed."""
+    """A rank on each of two nodes; a third one takes the lost one's place, perhaps after the driver has died.
+
+    No checkpoint is read, and the run has the bits of one that nothing has disturbed.
+    """
     run, straight = tmp_path / "run", tmp_path / "straight"
     command = ("sft", "@", f"{CONFIGS}/sft.toml", "--workers", 2, "--max-steps", LAST)
     memory = ("--ckpt.interval", 1000, "--ckpt.memory-interval", 1, "--ray.address", nodes.address)
     with shell.start(*command, *memory, "--output-dir", run, environment=nodes.environment) as running:
         running.wait_until(lambda: len(rows(run)) >= 8)
+        if driver:
+            pid = read(run / "roles.json")["roles"]["trainer"]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            running.wait_until(lambda: read(run / "roles.json")["roles"]["trainer"]["pid"] != pid)
+            running.wait_until(lambda: len(rows(run)) >= 14)
         _kill(nodes.nodes[1], run)
         reached = rows(run)[-1]["step"]
         nodes.start()
         finished = running.finish()
     assert finished.code == 0, finished.output
     log = (run / "logs" / "trainer.log").read_text()
-    (came,) = set(re.findall(r"the ranks go on from step (\d+), which is in memory", log))
-    assert reached - 1 <= int(came), log
-    assert rows(run)[-1]["run/recomputed_steps"] <= 1
+    came = {int(step) for step in re.findall(r"the ranks go on from step (\d+), which is in memory", log)}
+    assert len(came) == 1 + driver
+    # One step, or two if the machine was so busy that a step was not taken into memory.
+    assert reached - 2 <= max(came), log
+    assert rows(run)[-1]["run/recomputed_steps"] <= 2 * len(came)
     assert steps(run) == [LAST]
     assert not (run / "memory").exists()
     assert all("time/memory_peer" in row for row in rows(run)[-20:])
     shell.succeed(*command, "--ckpt", "--output-dir", straight)
     assert untimed(whole_rows(run, LAST)) == untimed(whole_rows(straight, LAST))
-    assert_same_bits(
-        tensors(run / f"checkpoints/step_{LAST}"), tensors(straight / f"checkpoints/step_{LAST}")
-    )
+    assert_same_bits(tensors(step_folder(run, LAST)), tensors(step_folder(straight, LAST)))
 
 
 def _kill(node: Command, run: Path) -> None:

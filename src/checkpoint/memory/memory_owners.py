@@ -96,7 +96,7 @@ def owner_of(folder: Path) -> MemoryOwner | None:
 
 
 def start_owner(folder: Path, layout: str, process: int, **spec: Any) -> MemoryOwner:
-    """Start an owner with its links in `folder`, in place of what is there.
+    """Start an owner with its links in `folder`, which is made.
 
     Args:
         spec: see `cairn.run.memory_owner`.
@@ -104,7 +104,6 @@ def start_owner(folder: Path, layout: str, process: int, **spec: Any) -> MemoryO
     Raises:
         OSError, subprocess.SubprocessError: it does not start.
     """
-    free(folder)
     folder.mkdir(parents=True)
     what: dict[str, Any] = {"slots": (), "files": {}, "notes": (), **spec}
     with stop_signals_blocked():
@@ -128,6 +127,7 @@ def hold(folder: Path, launcher: int, address: str) -> None:
         OSError, subprocess.SubprocessError: it does not start.
     """
     if owner_of(folder / LAUNCHER) is None:
+        free(folder / LAUNCHER)
         start_owner(folder / LAUNCHER, "", launcher, listen=address, token=secrets.token_hex(32))
 
 

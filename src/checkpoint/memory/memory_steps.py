@@ -149,7 +149,7 @@ class MemorySteps:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     write_atomic(place, data)
             except (OSError, subprocess.SubprocessError) as error:
-                problem = str(error)
+                problem = f"{self._host.address}: {error}" if self._host.address else str(error)
         resumed = record_of(self.folder / f"step_{self._start}")
         first = 1 - SLOTS.index(resumed.slot) if resumed else 0
         found = self._gather((problem, owner, first))
@@ -278,6 +278,7 @@ class MemorySteps:
         layout = hashlib.sha256(json.dumps([files, notes, headers]).encode()).hexdigest()
         if (owner := owner_of(self._home)) and owner.layout == layout:
             return owner
+        free(self._home)
         self._check_room()
         listens: dict[str, Any] = {}
         if address := self._host.address:
@@ -338,10 +339,10 @@ class MemorySteps:
         assert self._peer is not None
         ids = {receipt_name(rank): receipt_id(self.rank.session, step) for rank in self._neighbours}
         try:
-            fault_point("memory.sending")
+            fault_point("peer.sending")
             copy_to_peer(self.folder, self._owner, self._peer, slot, ids)
             self._peer_seconds, self._alone = time.monotonic() - started, False
-            fault_point("memory.sent")
+            fault_point("peer.sent")
         except OSError as error:
             if not self._alone:
                 logger.warning("step %d is not in the memory of another node: %s", step, error)

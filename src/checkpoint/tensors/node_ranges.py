@@ -57,11 +57,12 @@ class NodeReader:
     def __init__(self, url: str):
         path = Path(url.removeprefix(SCHEME))
         parts = read_json(path, _Parts)
-        if parts is None:
-            raise OSError(f"{path} is missing")
+        token = read_json(Path(parts.token_in), dict[str, Any]) if parts else None
+        if parts is None or token is None:
+            raise OSError(f"{parts.token_in if parts else path} is missing")
         self._files = parts.files
         self._firsts = {name: [part.first for part in ranges] for name, ranges in self._files.items()}
-        self._token: str = (read_json(Path(parts.token_in), dict[str, Any]) or {})["token"]
+        self._token: str = token["token"]
 
     def read(self, name: str, first: int, count: int) -> memoryview:
         """The bytes `first` to `first + count` of a file; fewer if it ends earlier.
