@@ -227,7 +227,7 @@ MUTANTS = (
     M(
         "no step takes the place of one that has copies while the next is on its way",
         "MemorySteps.keep",
-        "if self._given_up or self._any_sends():",
+        "if self._given_up or not self._may_take():",
         "if self._given_up:",
         "test_memory_nodes",
     ),

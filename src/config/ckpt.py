@@ -63,7 +63,7 @@ class CkptConfig(BaseConfig):
     interval_minutes: float | None = Field(default=None, gt=0)
     """Also save when N minutes have passed since the last save."""
     memory_interval: int | None = Field(default=None, ge=1)
-    """Keep every N-th step in this machine's memory, twice: ranks that die go on from there, not the disk."""
+    """Keep every N-th step in host memory, on another machine, too, if there is one: deaths need no disk."""
     save_async: bool = True
     """Write in the background while training continues; off: wait until each save is committed."""
     training_state: bool = True

@@ -21,6 +21,7 @@ An owner holds a connection to the one that ends with the launcher, which has no
 """
 
 import contextlib
+import functools
 import hmac
 import json
 import mmap
@@ -170,6 +171,10 @@ class OwnedFile:
         self.fd = os.memfd_create("cairn-step")
         os.ftruncate(self.fd, size)
 
+    @functools.cached_property
+    def _view(self) -> memoryview:
+        return memoryview(mmap.mmap(self.fd, self.size))
+
     def text(self) -> str:
         """The content of a note; empty while there is none."""
         return os.pread(self.fd, os.fstat(self.fd).st_size, 0).decode(errors="replace")
@@ -188,9 +193,8 @@ class OwnedFile:
 
     def fill(self, link: socket.socket, spans: list[tuple[int, int]]) -> None:
         """Receive ranges, straight into this memory."""
-        view = memoryview(mmap.mmap(self.fd, self.size))
         for first, count in spans:
-            fill(link, view[first : first + count])
+            fill(link, self._view[first : first + count])
 
     def empty(self) -> None:
         """Give the memory of all its bytes back."""

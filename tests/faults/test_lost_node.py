@@ -122,8 +122,9 @@ def _kill(node: Command, run: Path) -> None:
     roles = read(run / "roles.json")["roles"]
     (rank,) = [name for name in ("trainer_rank0", "trainer_rank1") if roles[name]["pid"] in pids]
     receipts = (run / "memory").glob(f"*/?/{rank.removeprefix('trainer_')}.json")
-    (memory,) = {path.parent.parent for path in receipts if path.read_bytes()}
-    pids = {read(memory / "owner.json")["pid"], *pids.intersection(psutil.pids())}
+    steps = {path: int(found[1]) for path in receipts if (found := re.search(r":(\d+)\"", path.read_text()))}
+    owner = read(max(steps, key=lambda path: steps[path]).parents[1] / "owner.json")["pid"]
+    pids = {owner, *pids.intersection(psutil.pids())}
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)

@@ -232,6 +232,37 @@ def test_two_nodes_in_a_row_are_too_many(folder: Path):
     assert newest(folder) == 0
 
 
+def files_of(owner: MemoryOwner, size: int) -> list[Path]:
+    """The tensor files of such a size in the memory of a node: of slots a and b, and of the other node's."""
+    opened = sorted(Path(f"/proc/{owner.pid}/fd").iterdir(), key=lambda fd: -int(fd.name))
+    owned = {fd.stat().st_ino: fd for fd in opened if _is_memory(fd) and fd.stat().st_size == size}
+    return sorted(owned.values(), key=lambda fd: int(fd.name))
+
+
+def size_of(step: Path) -> int:
+    """Of the one tensor file of a step."""
+    (entry,) = load_manifest(step).tensor_files.values()
+    return entry.size
+
+
+def test_ranks_that_change_places_leave_no_memory_behind(folder: Path):
+    """A node has half of each of four files, also after the ranks have changed places."""
+    for turn, nodes in enumerate((["n0", "n1"], ["n1", "n0"], ["n0", "n1"])):
+        first = 2 * turn + 1
+        ranks = RanksOnNodes(folder, nodes, start=first - 1)
+        assert newest(folder) == first - 1
+        for step in (first, first + 1):
+            ranks.keep(step, held_by_ranks("two ranks", step))
+        ranks.abandon()
+        assert newest(folder) == first + 1
+        size = size_of(folder / f"step_{first + 1}")
+        for node in nodes:
+            files = files_of(ranks.owner(node), size)
+            assert len(files) == 4
+            half_of_each = sum(512 * file.stat().st_blocks for file in files)
+            assert half_of_each < 3 * size
+
+
 def test_a_flipped_bit_is_noticed_when_ranks_load(folder: Path):
     """In the memory of the node, or of the one that has a copy: the step before is whole."""
     ranks = RanksOnNodes(folder, ["n0", "n1"])
@@ -241,9 +272,7 @@ def test_a_flipped_bit_is_noticed_when_ranks_load(folder: Path):
     start = start_in_memory(folder, START, lambda record: True)
     assert start == replace(START, start_step=2, resume_from=str(folder / "step_2"))
     content(folder / "step_2")
-    *_, size = (file.size for file in load_manifest(folder / "step_2").tensor_files.values())
-    owned = sorted(Path(f"/proc/{ranks.owner('n0').pid}/fd").iterdir(), key=lambda fd: int(fd.name))
-    _, own_2, copy_1, copy_2 = (fd for fd in owned if _is_memory(fd) and fd.stat().st_size == size)
+    _, own_2, copy_1, copy_2 = files_of(ranks.owner("n0"), size_of(folder / "step_2"))
     of_ranks = [_written(own_2), _written(copy_2)]
     for file, places in zip((own_2, copy_2), of_ranks, strict=True):
         _flip(file, places[-1])

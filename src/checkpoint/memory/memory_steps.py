@@ -14,6 +14,7 @@ are on their way: it would take the place of the step before that, the only one 
 # torch is typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -121,6 +122,8 @@ class MemorySteps:
         self._maps: dict[str, dict[str, torch.Tensor]] = {}
         """By slot and name: the tensor files, uint8 [bytes], that this rank writes into."""
         self._slot = 0
+        self._inherited: set[str] = set()
+        """The slots that this has not written into yet."""
         self._given_up = False
         self._copied = threading.Event()
         self._copied.set()
@@ -165,7 +168,7 @@ class MemorySteps:
             self._close_files()
             if self.rank.rank == 0:
                 logger.warning("no step is kept in memory (ckpt.memory_interval): %s", problem)
-        self._given_up = bool(problem)
+        self._given_up, self._inherited = bool(problem), set(SLOTS)
 
     def keep(self, step: int, tensors: Tensors, record: MemoryRecord | None) -> None:
         """Begin to copy `step`, unless parts of the one before are still on their way to other nodes; the
@@ -178,7 +181,7 @@ class MemorySteps:
         self.prepare(tensors)
         assert self._shares is not None
         assert self._outlet is not None
-        if self._given_up or self._any_sends():
+        if self._given_up or not self._may_take():
             return
         values = self._shares.take(tensors)
         self._outlet.follow()
@@ -245,11 +248,35 @@ class MemorySteps:
             return None
         return next(o for o, seat in zip(owners, self._seats, strict=True) if seat.node == following)
 
-    def _any_sends(self) -> bool:
-        """Whether a node is still sending its part of the step before; the same on all ranks."""
+    def _may_take(self) -> bool:
+        """Whether no node is still sending its part of the step before; the same on all ranks.
+
+        If so, the slot's memory is freed first of what ranks have left there that are on other nodes now.
+        """
         if len(self._nodes) == 1:
+            return True
+        slot = self._home / SLOTS[self._slot]
+        left = self._left_in(slot) if self._is_first and slot.name in self._inherited else {}
+        found = self._gather((self._sender is not None and self._sender.is_alive(), bool(left)))
+        if any(sends for sends, _ in found):
             return False
-        return any(self._gather(self._sender is not None and self._sender.is_alive()))
+        self._inherited.discard(slot.name)
+        if any(leaves for _, leaves in found):
+            with contextlib.suppress(OSError):  # whoever owned it has died
+                for path, size in left.items():
+                    os.truncate(path, 0)
+                    os.truncate(path, size)
+            self._gather(None)  # no rank writes before
+        return True
+
+    def _left_in(self, slot: Path) -> dict[Path, int]:
+        """The files of a slot that holds parts of ranks that are on other nodes now, and their sizes."""
+        assert self._shares is not None
+        others = set(range(self.rank.world_size)).difference(self._neighbours)
+        notes = dict[Path, int]()
+        with contextlib.suppress(OSError):
+            notes = {note: 0 for rank in others if (note := slot / receipt_name(rank)).stat().st_size}
+        return {**notes, **{slot / file.name: file.size for file in self._shares.files}} if notes else {}
 
     def _check_room(self) -> None:
         """Raises OSError if this node has too little memory for what it is to hold."""
