@@ -50,7 +50,7 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    elsewhere = ("export.", "import.", "adopt.", "policy.", "service.", "branches.")
+    elsewhere = ("export.", "import.", "adopt.", "policy.", "service.", "branches.", "peer.")
     of_preferences = {disaster for plan in plans(PREFERENCES) for disaster in plan}
     assert any(d.target.startswith("reference.written:") for d in of_preferences)
     torn = {d.target for d in of_preferences if d.kind == "torn"}

@@ -34,7 +34,7 @@ from cairn.run.messages import Attempt
 
 logger = logging.getLogger(__name__)
 
-SLOTS = ("a", "b")
+SLOTS: tuple[str, ...] = ("a", "b")
 FIXED = "fixed"
 """The folder, beside the slots, of small files that all steps have alike."""
 UNREADABLE = "unreadable.json"
