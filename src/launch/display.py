@@ -50,6 +50,9 @@ class StepDisplay:
         self._disk_at = 0.0
         self._room: DiskRoom | None = None
         self._diagnosis = Diagnosis(RULES, earlier)
+        changes = [event["step"] for event in earlier if event["event"] == "change"]
+        self._changed_at = changes[-1] if changes else 0
+        """The step after which the run has its present settings."""
         self._unsaid: list[str] = []
         self._live = False
         self._live_view = Live(
@@ -155,8 +158,8 @@ class StepDisplay:
         self._printed_at = now
 
     def _seen(self, rows: Sequence[Row]) -> RuleInput:
-        """What is known of the steps of this attempt."""
-        own = rows[bisect_right(rows, self.start_step, key=lambda row: row["step"]) :]
+        """What is known of the steps with the present settings."""
+        own = rows[bisect_right(rows, self._changed_at, key=lambda row: row["step"]) :]
         return RuleInput(own, self._config, shorter(self._view.run.path), self._disk())
 
     def _disk(self) -> DiskRoom | None:
@@ -176,7 +179,7 @@ class StepDisplay:
             return {}
 
     def outcome(self) -> list[Finding]:
-        """What kept this attempt from learning, with the numbers of all its steps."""
+        """What kept the run from learning, with the numbers of all steps with the present settings."""
         return self._diagnosis.outcome(self._seen(self._view.metrics()))
 
     def account(self) -> str | None:

@@ -163,18 +163,20 @@ def test_what_keeps_a_run_from_learning_is_said_once_at_once_and_at_the_end(
 def test_an_attempt_repeats_a_note_only_if_settings_changed(run: RunDirectory):
     """The turns of a branch are attempts, too."""
 
-    def said(*steps: int) -> int:
+    def said(*steps: int, of: str) -> int:
         display = StepDisplay(run, steps[0] - 1, 9, console(terminal=False, width=300))
         with display:
             for step in steps:
                 run.metrics.append({"step": step, **ROW, **FLAT})
                 display.update()
+        (outcome,) = display.outcome()
+        assert f"taught nothing in steps {of} (" in str(outcome)
         return display.console.file.getvalue().count("note: ")
 
-    assert said(1, 2, 3) == 1
-    assert said(4, 5) == 0
+    assert said(1, 2, 3, of="1 to 3") == 1
+    assert said(4, 5, of="1 to 5") == 0
     run.history.change({"step": 5, "name": "orchestrator.sampling.max_tokens"})
-    assert said(6, 7) == 1
+    assert said(6, 7, of="6 to 7") == 1
 
 
 def test_messages_are_not_cut_at_the_edge(locked: RunDirectory):
