@@ -9,7 +9,8 @@
 - grpo: Cairn's `rl` samples answers, and TRL's `GRPOTrainer` is given the same ones; each computes rewards,
   advantages and loss for itself. "unscaled" leaves the division by the group's standard deviation out.
   "4 updates" trains four times on each batch; "stored" takes the ratio to the weights at the batch's start,
-  as TRL does. "2 mini-batches" trains twice on each half of it, and "own tokens" gives TRL Cairn's divisor
+  as TRL does, and "unclipped" puts the ratio's bounds out of reach. "2 mini-batches" trains twice on each
+  half of the batch, and "own tokens" gives TRL Cairn's divisor
 - own answers: each samples for itself, so that only the curves can be compared, over several seeds
 
 How far rounding alone leads is measured as well: TRL's trainer beside itself, with each batch in two parts
@@ -87,6 +88,11 @@ STORED = replace(
         *("--trainer.loss.importance-min", 1, "--trainer.loss.importance-max", 1),  # and no weight is added
     ),
 )
+UNCLIPPED = replace(
+    STORED,
+    flags=(*STORED.flags, "--trainer.loss.clip-low", 0.99, "--trainer.loss.clip-high", 1000),
+    settings={**STORED.settings, "epsilon": 0.99, "epsilon_high": 1000.0},
+)
 EXPERIMENTS = {
     "sft": Experiment("sft", 40, LOSS),
     "dpo": Experiment("dpo", 30, {**LOSS, "rewards/margins": "rewards/margins"}),
@@ -94,6 +100,7 @@ EXPERIMENTS = {
     "grpo, unscaled": UNSCALED,
     "grpo, 4 updates": OFTEN,
     "grpo, 4 updates, stored": STORED,
+    "grpo, 4 updates, unclipped": UNCLIPPED,
     "grpo, 2 mini-batches": replace(STORED, mini_batches=2),
     "grpo, 2 mini-batches, own tokens": replace(STORED, mini_batches=2, own_tokens=True),
 }

@@ -20,7 +20,8 @@ ABOUT = {
     "grpo, unscaled": "GRPO, advantages not divided by the group's deviation",
     "grpo, 4 updates": "the same, with four updates for each batch",
     "grpo, 4 updates, stored": "the same, with the ratio to the weights at the start of the batch",
-    "grpo, 2 mini-batches": "the same, two updates for each of two mini-batches",
+    "grpo, 4 updates, unclipped": "the same, with the ratio's bounds out of reach",
+    "grpo, 2 mini-batches": "with the bounds again: two updates for each of two mini-batches",
     "grpo, 2 mini-batches, own tokens": "the same, with Cairn's divisor in TRL",
     OWN: "GRPO, each samples for itself",
 }
@@ -39,6 +40,7 @@ SETTINGS = (
         "`loss.importance = 'token_truncate'`, `importance_min = 1`, `importance_max = 1`",
         "always, where a batch has several updates",
     ),
+    ("the ratio's bounds", "`loss.clip_low`, `loss.clip_high`", "`epsilon`, `epsilon_high`"),
     (
         "two updates for each of two mini-batches",
         "`updates_per_batch = 4`, `mini_batches = 2`",
@@ -238,16 +240,27 @@ def _ratio(found: Mapping[str, Any]) -> Iterator[str]:
         "stored before the first update. Cairn divides by what the server has sampled with, which in float32 "
         "on one machine is nearly the same."
     )
-    names = ("grpo, unscaled", "grpo, 4 updates", "grpo, 4 updates, stored")
+    names = ("grpo, unscaled", "grpo, 4 updates", "grpo, 4 updates, stored", "grpo, 4 updates, unclipped")
     if not set(names) <= found.keys():
         yield said
         return
-    once, as_sampled, stored = (found[name] for name in names)
+    once, as_sampled, stored, unclipped = (found[name] for name in names)
     yield (
         f"{said} Here the two differ by {once['mismatch']:.0e} at most. With `loss.importance = "
-        "'token_truncate'` and both of its bounds at 1, Cairn stores the trainer's own as TRL does: after "
-        f"the last step, the weights then differ by {stored['weights']['cairn, trl']:.0e} instead of "
-        f"{as_sampled['weights']['cairn, trl']:.0e}."
+        "'token_truncate'` and both of its bounds at 1, Cairn stores the trainer's own as TRL does. That "
+        "does not stand out from rounding: the weights at the end differ from TRL's by "
+        f"{stored['weights']['cairn, trl']:.0e}, and by {as_sampled['weights']['cairn, trl']:.0e} without it."
+    )
+    both = [
+        [one["differences"]["grad_norm"][pair][str(one["steps"])] for one in (unclipped, stored)]
+        for pair in ("cairn, trl", "trl, trl")
+    ]
+    yield (
+        "- **The bounds of the ratio.** A token whose ratio is within rounding of a bound has a gradient on "
+        "the one side of it and none on the other, so that rounding grows faster with several updates for "
+        "each batch, in TRL beside itself as well. With the bounds out of reach, the gradient norms of the "
+        "last step differ by {:.0e} instead of {:.0e}, and those of TRL beside itself by {:.0e} instead of "
+        "{:.0e}.".format(*both[0], *both[1])
     )
 
 
@@ -284,7 +297,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             ("sft", "loss"),
             ("dpo", "rewards/margins"),
             ("grpo, unscaled", "grad_norm"),
-            ("grpo, 4 updates, stored", "grad_norm"),
+            ("grpo, 4 updates", "grad_norm"),
             (OWN, ""),
         )
         if name in found

@@ -25,7 +25,7 @@ def test_the_first_steps_are_those_of_trl():
     found = json.loads(done.stdout)["experiments"]
     assert list(found) == [
         *("sft", "dpo", "grpo", "grpo, unscaled", "grpo, 4 updates", "grpo, 4 updates, stored"),
-        *("grpo, 2 mini-batches", "grpo, 2 mini-batches, own tokens"),
+        *("grpo, 4 updates, unclipped", "grpo, 2 mini-batches", "grpo, 2 mini-batches, own tokens"),
     ]
     for name, one in found.items():
         for metric, pairs in one["differences"].items():
