@@ -326,6 +326,7 @@ def stop_on_signals(
     at_once: Callable[[], None] | None = None,
     seconds: float | None = None,
     tell: Callable[[str], None] = say,
+    later: float = 0.0,
 ) -> Generator[None]:
     """On SIGINT, SIGTERM or SIGHUP, ask the run to save and stop; on a second signal call `at_once`.
 
@@ -334,12 +335,20 @@ def stop_on_signals(
     Args:
         seconds: time that is left after SIGTERM, the signal of schedulers.
         tell: prints a line, called from the signal handler.
+        later: ask so many seconds after the signal, if this process still lives: for processes that others
+            end by a signal, and a kill soon afterwards, when no stop is meant.
     """
+    waiting = contextlib.ExitStack()
 
-    def stop(name: str) -> None:
+    def ask(name: str) -> None:
         hint = f"; the same again, after {REPEAT_SECONDS:g} s, stops at once" if at_once else ""
         run.request_stop(name, seconds if name == signal.SIGTERM.name else None)
         tell(f"{name}: stopping at the next step boundary{hint}")
 
-    with on_stop_signals(stop, at_once):
+    def ask_later(name: str) -> None:
+        timer = threading.Timer(later, ask, (name,))
+        timer.start()
+        waiting.callback(timer.join)
+
+    with waiting, on_stop_signals(ask_later if later else ask, at_once):
         yield

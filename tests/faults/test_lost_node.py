@@ -5,7 +5,7 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import draws
@@ -82,18 +82,36 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
 def test_the_part_of_a_lost_node_comes_from_another_ones_memory(
     shell: Shell, nodes: RayNodes, tmp_path: Path
 ):
-    """A rank on each of two nodes; a third one takes the lost one's place.
+    """A rank on each of two nodes; a third one takes the lost one's place."""
 
-    No checkpoint is read, and the run has the bits of one that nothing has disturbed.
-    """
+    def lose_one(run: Path) -> None:
+        _kill(nodes.nodes[1], run)
+        nodes.start()
+
+    _goes_on_from_memory(shell, nodes, tmp_path, lose_one)
+
+
+@draws.in_turn("a lost node", 1, 3)
+def test_a_driver_that_dies_takes_ranks_along_and_asks_for_no_stop(
+    shell: Shell, nodes: RayNodes, tmp_path: Path
+):
+    """Ray ends them by the signal of schedulers."""
+
+    def kill_driver(run: Path) -> None:
+        os.kill(read(run / "roles.json")["roles"]["trainer"]["pid"], signal.SIGKILL)
+
+    _goes_on_from_memory(shell, nodes, tmp_path, kill_driver)
+
+
+def _goes_on_from_memory(shell: Shell, nodes: RayNodes, tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    """No checkpoint is read, and the run has the bits of one that nothing has disturbed."""
     run, straight = tmp_path / "run", tmp_path / "straight"
     command = ("sft", "@", f"{CONFIGS}/sft.toml", "--workers", 2, "--max-steps", LAST)
     memory = ("--ckpt.interval", 1000, "--ckpt.memory-interval", 1, "--ray.address", nodes.address)
     with shell.start(*command, *memory, "--output-dir", run, environment=nodes.environment) as running:
         running.wait_until(lambda: len(rows(run)) >= 8)
-        _kill(nodes.nodes[1], run)
+        harm(run)
         reached = rows(run)[-1]["step"]
-        nodes.start()
         finished = running.finish()
     assert finished.code == 0, finished.output
     log = (run / "logs" / "trainer.log").read_text()

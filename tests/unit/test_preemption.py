@@ -3,6 +3,8 @@
 import datetime
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -349,6 +351,27 @@ def test_a_schedulers_signal_leaves_so_much_time(tmp_path: Path, name: str, left
         signal.raise_signal(signal.Signals[name])
     assert run.stop_requested() == name
     assert (run.seconds_left() is not None) == left
+
+
+def test_a_rank_that_is_killed_right_after_a_signal_has_asked_for_nothing(tmp_path: Path):
+    """Ray ends the ranks of a dead driver so. One that lives on has asked, also if it trains no more."""
+    code = (
+        "import signal, sys; from cairn.run.directory import RunDirectory; from pathlib import Path\n"
+        "from cairn.run.processes import stop_on_signals\n"
+        "with stop_on_signals(RunDirectory(Path(sys.argv[1])), later=1.0):\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('asks', flush=True)\n"
+    )
+    for name in ("killed", "lives"):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-c", code, str(tmp_path / name)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as rank:
+            assert rank.stdout
+            assert rank.stdout.readline() == b"asks\n"
+            if name == "killed":
+                rank.kill()
+    assert RunDirectory(tmp_path / "killed").stop_requested() is None
+    assert RunDirectory(tmp_path / "lives").stop_requested() == "SIGTERM"
 
 
 @pytest.mark.parametrize(("seconds", "allowed"), [(None, True), (1000.0, True), (10.0, False)])

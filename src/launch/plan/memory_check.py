@@ -144,6 +144,8 @@ def _memory(draft: Draft, config: Any, serving: Machine) -> Iterator[str]:
     if (form := foreign_format(Path(name))) is not None:
         yield f"{name} has the format {form}; its weights are converted once, before the start"
     folder, kind = draft.model or _folder(config), KINDS.get(draft.command)
+    if (kind or draft.command == "inference") and "model" not in draft.known:
+        return  # it was refused, and that is said
     try:
         if kind and not draft.ranks.memory:
             yield "no estimate for the Ray cluster's machines: --machine names one, such as 8x80G,1T"

@@ -61,6 +61,10 @@ class Assignment:
 
 logger = logging.getLogger(__name__)
 
+OUTLIVED_SECONDS = 1.0
+"""A rank that lives so long after SIGTERM was asked to stop. When a driver has died, Ray sends SIGTERM to the
+ranks of a given cluster, too, but kills them 0.1 s later (`kill_worker_timeout_milliseconds`)."""
+
 
 @ray.remote(max_restarts=0)
 class Worker:
@@ -138,7 +142,7 @@ class Worker:
         if near:
             logger.info(near)
         try:
-            with stop_on_signals(run):
+            with stop_on_signals(run, later=OUTLIVED_SECONDS):
                 if config.ray.address:
                     heartbeat.doing("comparing the model with the GPU's memory")
                     with importing():
