@@ -114,7 +114,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield "```"
     yield ""
     yield (
-        "The first command writes this page and takes a quarter of an hour. Where something is killed is the "
+        "The first command writes this page and takes ten minutes. Where something is killed is the "
         "same each time; seconds are not."
     )
 
@@ -191,6 +191,6 @@ def _why(tasks: Mapping[str, Any]) -> Iterator[str]:
         if worker and memory:
             yield (
                 f"- **Steps in memory, {TASKS[name]}.** The worker that takes over goes on from the step "
-                f"before the kill: {memory['steps_again']} steps again and not {worker['steps_again']} "
-                "([steps in memory](../how-to/memory.md))."
+                f"before the kill: steps taken again are {memory['steps_again']} and not "
+                f"{worker['steps_again']} ([steps in memory](../how-to/memory.md))."
             )
