@@ -2,22 +2,19 @@
 
 import os
 import re
-import secrets
-import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import draws
 import psutil
 import pytest
+from ray_nodes import RayNodes
 from runs import (
     CONFIGS,
     Command,
     Shell,
     assert_same_bits,
-    free_port,
     read,
     rows,
     step_folder,
@@ -34,41 +31,9 @@ OTHER_NAME = ("/usr/bin/unshare", "--uts", "sh", "-c", 'hostname another; exec "
 """Begins the command of a process that takes its machine for another one than the driver's."""
 
 
-class RayNodes:
-    """Ray nodes with a CPU each, all of them on this machine; the first one is the head."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
-        self.token = secrets.token_hex(32)
-        self.temporary = Path("/tmp") / f"cairn-test-{os.getpid()}"  # paths of Ray's sockets must be short
-        self.nodes: list[Command] = []
-
-    def start(self) -> Command:
-        """Start one more."""
-        place = ["--address", self.address]
-        if not self.nodes:
-            head, _, port = self.address.partition(":")
-            place = ["--head", f"--port={port}", f"--node-ip-address={head}", "--include-dashboard=false"]
-            place += [f"--temp-dir={self.temporary}"]
-        flags = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
-        log = self.folder / f"node{len(self.nodes)}.log"
-        ray = [str(Path(sys.executable).with_name("ray")), "start", *place, *flags]
-        named = [*OTHER_NAME, *ray] if self.nodes and os.geteuid() == 0 else ray
-        node = Command(log, {**os.environ, **self.environment}, *named, executed=True)
-        self.nodes.append(node)
-        node.wait_until(lambda: "Ray runtime started" in node.output, 120)
-        return node
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What whoever joins has to have."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
-
-    def close(self) -> None:
-        """End all, and remove their files."""
-        for node in reversed(self.nodes):
-            node.__exit__()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+def start_other(nodes: RayNodes) -> None:
+    """Start one more node, on what it takes for another machine if the user may rename one."""
+    nodes.start(*(OTHER_NAME if os.geteuid() == 0 else ()))
 
 
 @pytest.fixture
@@ -77,7 +42,7 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
     found = RayNodes(tmp_path)
     try:
         found.start()
-        found.start()
+        start_other(found)
         yield found
     finally:
         found.close()
@@ -91,7 +56,7 @@ def test_the_part_of_a_lost_node_comes_from_another_ones_memory(
 
     def lose_one(run: Path) -> None:
         _kill(nodes.nodes[1], run)
-        nodes.start()
+        start_other(nodes)
 
     _goes_on_from_memory(shell, nodes, tmp_path, lose_one)
 

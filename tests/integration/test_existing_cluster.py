@@ -2,25 +2,20 @@
 
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import draws
 import pytest
-from runs import CONFIGS, REPOSITORY, Command, Finished, Shell, free_port, rows
+from ray_nodes import RayNodes
+from runs import CONFIGS, REPOSITORY, Finished, Shell, rows
 
 pytestmark = pytest.mark.timeout(600)
 
-START = """
-import os, sys
-os.chdir(sys.argv[1])
-ray = os.path.join(os.path.dirname(sys.executable), "ray")
-os.execv(ray, [ray, "start", "--head", "--block", *sys.argv[2:]])
-"""
+IN_FOLDER = ("/bin/sh", "-c", 'cd "$0" && exec "$@"')
+"""Begins a command that is to run in the folder that follows."""
 OWN_LOSS = '''
 import os
 
@@ -36,34 +31,15 @@ class Telling(Likelihood):
 '''
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Where it listens, the token it wants, and where its head node was started and logs."""
-
-    address: str
-    token: str
-    folder: Path
-    logs: Path
-
-
 @pytest.fixture(scope="module")
-def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head node with two CPUs, as an administrator would start it."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    temporary = Path("/tmp") / f"cairn-test-{os.getpid()}"  # paths of Ray's sockets must be short
-    port, token = free_port(), secrets.token_hex(32)
-    flags = [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=2"]
-    flags += [f"--temp-dir={temporary}", "--object-store-memory=80000000", "--disable-usage-stats"]
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PYTHONPATH": ""}
-    command = Command(
-        folder / "ray.log", {**os.environ, **environment}, "python", "-c", START, folder, *flags
-    )
-    with command:
-        command.wait_until(lambda: "Ray runtime started" in command.output, 120)
-        command.family()
-        yield Cluster(f"127.0.0.1:{port}", token, folder, temporary)
-        command.family()
-    shutil.rmtree(temporary, ignore_errors=True)
+def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+    """A head node with two CPUs, started elsewhere."""
+    nodes = RayNodes(tmp_path_factory.mktemp("elsewhere"))
+    try:
+        nodes.start(*IN_FOLDER, str(nodes.folder), cpus=2, PYTHONPATH="").family()
+        yield nodes
+    finally:
+        nodes.close()
 
 
 @pytest.fixture
@@ -80,7 +56,7 @@ def sft(shell: Shell, address: str, environment: dict[str, str], *arguments: obj
         return command.finish()
 
 
-def test_paths_and_environment_reach_the_workers(shell: Shell, cluster: Cluster, home: Path):
+def test_paths_and_environment_reach_the_workers(shell: Shell, cluster: RayNodes, home: Path):
     """The data, the model and the user's own loss are named by relative paths, the token is a file."""
     (home / ".ray" / "auth_token").write_text(cluster.token)
     (home / "own_loss.py").write_text(OWN_LOSS)
@@ -110,7 +86,7 @@ def test_paths_and_environment_reach_the_workers(shell: Shell, cluster: Cluster,
     }
     told = {"HF_TOKEN": True, "NCCL_DEBUG": True, "MY_OWN": False}
     assert said == f"loss made in {cluster.folder} {told} {home / 'hf'}"
-    files = [path for folder in (run, cluster.logs) for path in folder.rglob("*") if path.is_file()]
+    files = [path for folder in (run, cluster.temporary) for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
@@ -124,7 +100,7 @@ def test_paths_and_environment_reach_the_workers(shell: Shell, cluster: Cluster,
     ],
 )
 def test_a_cluster_that_does_not_let_us_in(
-    shell: Shell, cluster: Cluster, home: Path, settings: dict[str, str], message: str
+    shell: Shell, cluster: RayNodes, home: Path, settings: dict[str, str], message: str
 ):
     """Said at once, with what to do, and not as a network that does not answer."""
     done = sft(shell, cluster.address, {"HOME": str(home), **settings}, "--output-dir", home / "run")
@@ -135,7 +111,7 @@ def test_a_cluster_that_does_not_let_us_in(
 
 
 @draws.in_turn("too few nodes", 0, 2)
-def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path):
+def test_a_cluster_that_is_too_small(shell: Shell, cluster: RayNodes, home: Path):
     """Said once nodes have had the time to join, and nothing is touched; it may be tried again."""
     (home / ".ray" / "auth_token").write_text(cluster.token)
     flags = ("--workers", 3, "--output-dir", home / "run", "--ray.start-timeout", 5)
@@ -148,10 +124,10 @@ def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path)
 
 
 @pytest.mark.parametrize(("count", "code"), [(1, 0), (2, 1)])
-def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int):
+def test_a_batch_job_waits_for_its_nodes(cluster: RayNodes, count: int, code: int):
     """As a job of Slurm's does."""
     module = "cairn.launch.slurm.wait_for_nodes"
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
+    environment = {**os.environ, **cluster.environment}
     arguments = [sys.executable, "-m", module, cluster.address, str(count), "1"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
@@ -159,18 +135,14 @@ def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int
 
 
 @draws.in_turn("too few nodes", 1, 2)
-def test_a_node_that_joins_while_the_run_waits(shell: Shell, cluster: Cluster, home: Path):
+def test_a_node_that_joins_while_the_run_waits(shell: Shell, cluster: RayNodes, home: Path):
     """As a pod does whose image takes minutes to fetch."""
     (home / ".ray" / "auth_token").write_text(cluster.token)
     flags = ("--workers", 3, "--max-steps", 1, "--output-dir", home / "run", "--ray.address", cluster.address)
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
-    joining = [f"--address={cluster.address}", "--num-cpus=1", "--object-store-memory=80000000", "--block"]
     run = shell.start("sft", "@", f"{CONFIGS}/sft.toml", *flags, environment={"HOME": str(home)})
     with run as command:
         command.wait_until(lambda: "waiting for nodes" in command.output, 120)
-        with Command(
-            home / "ray.log", environment, "ray", "start", *joining, "--disable-usage-stats"
-        ) as node:
+        with cluster.start(wait=False) as node:
             done = command.finish()
             node.family()
     assert done.code == 0, done.output
