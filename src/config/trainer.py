@@ -216,8 +216,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
         if self.optimizer.type != "adamw":
             return f"optimizer.type = {self.optimizer.type!r} does not go: its optimiser shards AdamW's state"
-        if self.attention not in ("auto", "dense"):
-            return f"attention = {self.attention!r} does not go: its layers have masks of their own"
         others = {
             "replicas": self.replicas > 1,
             "lora": bool(self.lora),

@@ -195,7 +195,6 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "context": config.parallel.context,
         "tensor": config.parallel.tensor,
         "expert": config.parallel.expert,
-        "pairs": config.backend == "megatron",  # whose layers for all devices do
     }
     policy = count(folder, lora=config.lora, **how)
     how["is_policy"] = False

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from runs import CONFIGS, free_port, join, rows, start_ranks
 from safetensors.torch import load_file
+from tensors_made import LargestTensor
 from test_step_ranks import write
 from tiny import EXAMPLE, random_model
 from tiny import write as write_model
@@ -27,7 +28,7 @@ from cairn.trainer.loop import train
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.footprint import footprint_of
-from cairn.trainer.packing import make_rank_batch
+from cairn.trainer.packing import fill_rows, make_rank_batch
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.train_step import train_step
@@ -151,11 +152,33 @@ def step(state: TrainerState, number: int) -> dict[str, float]:
     return {**row, "logprobs": table.sum().item()}
 
 
+LONG = (512, 1024)
+"""Tokens of a row of two samples, of which attention may take no memory for each pair."""
+
+
+def largest(state: TrainerState, tokens: int) -> int:
+    """How many numbers the largest tensor has in a pass over a row of so many tokens, forward and backward.
+
+    Gradients are discarded.
+    """
+    draw = np.random.default_rng(tokens)
+    lengths = (tokens - 40, 40)
+    row = [Sample(draw.integers(3, 96, n).astype(np.int32), np.ones(n, bool)) for n in lengths]
+    with LargestTensor() as made:
+        state.backend.forward_backward(
+            state.policy,
+            [fill_rows([row])],
+            lambda micro: state.scorer.logprobs(micro, 1.0),
+            lambda _, logprobs: (logprobs.sum(), None),
+        )
+    return made.numbers
+
+
 def note_memory(state: TrainerState, layout: Layout, source: Path, path: Path) -> None:
     """Write the bytes of weights that this rank has, and those that are estimated of the fullest one."""
     if layout.backend != "megatron":
         return
-    how = {"compute": layout.compute, "activation_checkpointing": False, "pairs": True}
+    how = {"compute": layout.compute, "activation_checkpointing": False}
     shared = {name: size for name, size in layout.how.items() if name != "pipeline"}
     needs = rank_need(
         footprint_of(str(source), **how, **shared),
@@ -164,6 +187,7 @@ def note_memory(state: TrainerState, layout: Layout, source: Path, path: Path) -
         gpu=False,
         chunk_logits=1,
     )
+    path.with_name(f"{path.name} in passes").write_text(json.dumps([largest(state, n) for n in LONG]))
     moments = sum(shard.numel() * 8 for shard in state.policy.trained().values())
     weights = sum(one.nbytes for one in state.policy.module.parameters())
     found = {"weights": weights, "moments": moments}
@@ -245,11 +269,20 @@ def test_any_ranks_make_the_steps_of_one(found: Path, layout: str, model: str):
 @pytest.mark.parametrize(("layout", "model"), EXACT)
 def test_the_fullest_rank_has_what_is_estimated(found: Path, layout: str, model: str):
     """Of weights, and of AdamW's moments; but for vectors, which ranks that share matrices all have."""
-    noted = [json.loads(path.read_text()) for path in found.glob(f"{model} {layout} on *")]
+    noted = [json.loads(path.read_text()) for path in found.glob(f"{model} {layout} on ?")]
     assert len(noted) == LAYOUTS[layout].ranks
     estimated = noted[0][1]
     for what, nbytes in estimated.items():
         assert max(held[what] for held, _ in noted) == pytest.approx(nbytes, rel=0.02), what
+
+
+@pytest.mark.parametrize(("layout", "model"), EXACT)
+def test_no_tensor_grows_with_pairs_of_tokens(found: Path, layout: str, model: str):
+    """None of a pass, forward and backward: a row of twice the tokens takes no more than twice as much."""
+    for path in found.glob(f"{model} {layout} on ? in passes"):
+        once, twice = json.loads(path.read_text())
+        assert 0 < once < LONG[0] ** 2
+        assert twice <= 2 * once
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from families import make, make_config, make_model
 from one_rank import one_rank
+from tensors_made import LargestTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
@@ -34,6 +35,7 @@ from cairn.trainer.attention import choice
 from cairn.trainer.attention import kernels as kernels_module
 from cairn.trainer.attention.choice import (
     ALONE,
+    APART,
     BY_POSITIONS,
     Attention,
     Device,
@@ -49,6 +51,7 @@ from cairn.trainer.attention.kernels import (
     NotServed,
     by_samples,
     make_block_mask,
+    one_after_another,
     torch_varlen,
 )
 from cairn.trainer.group import Axis, RankGroup
@@ -161,6 +164,8 @@ FLEX = [
         # One without and one with windows, which are wrong in other ways, and others by the commit.
         *draws.cases(VARLEN, "varlen", 2, always=[("varlen", "qwen3"), ("varlen", "gemma3_text")]),
         *draws.cases(FLEX, "flex", 2),
+        ("apart", "qwen3"),
+        ("apart", "deepseek_v3"),
     ],
 )
 def test_packed_samples_are_scored_as_each_alone(kind: str, family: str):
@@ -168,7 +173,7 @@ def test_packed_samples_are_scored_as_each_alone(kind: str, family: str):
     model = make_model(family)
     if family in ("gemma2", "vaultgemma"):
         model.set_attn_implementation("eager")
-    own, kernel = dense(model), make_attention(kind, model)
+    own, kernel = dense(model), APART if kind == "apart" else make_attention(kind, model)
     micro = make_micro()
     expected, wanted = score(model, own, one_by_one(micro))
     found, gradients = score(model, kernel, [micro])
@@ -176,6 +181,18 @@ def test_packed_samples_are_scored_as_each_alone(kind: str, family: str):
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[name], atol=2e-4, rtol=2e-4, msg=name)
+
+
+def test_one_sample_after_the_other_takes_no_pairs_of_tokens():
+    """The largest tensor of both passes is as large as the queries, whatever the length of the sample."""
+    for tokens in (64, 512):
+        states = [torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        bounds = torch.tensor([0, tokens - 5, tokens], dtype=torch.int32)
+        with LargestTensor() as largest:
+            one_after_another(*states, bounds, tokens - 5, 8**-0.5, None).sum().backward()
+        assert largest.numbers == states[0].numel()
+    with pytest.raises(NotServed, match="a window of 8"):
+        one_after_another(*states, bounds, tokens - 5, 8**-0.5, 8)
 
 
 def test_layers_are_given_no_mask_and_samples_begin_where_they_do(kernels):

@@ -116,7 +116,6 @@ def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkey
         (("--keep-gathered",), r"keep_gathered was not tried"),
         (("--state-on", "host"), r"state_on was not tried"),
         (("--optimizer.type", "lion"), r"optimizer.type = 'lion' does not go: .* AdamW's state"),
-        (("--attention", "flex"), r"attention = 'flex' does not go"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], what: str):

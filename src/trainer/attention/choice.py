@@ -1,12 +1,14 @@
 """Attention over packed rows without masks of all pairs of tokens: which kernel computes it for a model.
 
-A micro-batch says where each of its samples begins. Both kernels here take the rows as one long row and work
+A micro-batch says where each of its samples begins. The kernels here take the rows as one long row and work
 on each sample's tokens alone, so that time and memory grow with the samples and not with the rows:
 
 - varlen, PyTorch's own FlashAttention for samples of different lengths. It computes in 16 bits on GPUs, knows
   windows, and takes heads of up to 256.
 - flex, FlexAttention with a mask of blocks, which torch.compile makes into a kernel for soft-capped scores,
   attention sinks and larger heads as well.
+- apart, PyTorch's attention of one sample after the other, on any device and in any data type, but without
+  windows. It is for megatron-core's layers where neither of the others serves.
 
 Models call them through transformers' `AttentionInterface` and hand them the bounds of samples among the
 arguments of their forward pass. A model that passes those on to none of its layers gets an error, and so the
@@ -38,7 +40,7 @@ from cairn.trainer.attention.kernels import NAMES, KernelCall, make_block_mask
 from cairn.trainer.group import NO_AXIS, Axis
 from cairn.trainer.packing import Arrange, MicroBatch, fill_rows, one_a_row, shared_rows
 
-Kind = Literal["dense", "varlen", "flex"]
+Kind = Literal["dense", "varlen", "flex", "apart"]
 VARLEN_HEAD, FLEX_HEAD = 256, 16
 """Largest head of FlashAttention, and smallest of FlexAttention."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -90,6 +92,8 @@ class Attention:
             axis, micro = {"context_axis": self.context}, widened(micro, self.context.size)
         if self.kind == "varlen":
             return {"sample_bounds": micro.bounds, "longest_sample": micro.longest, **axis}
+        if self.kind == "apart":
+            return {"sample_bounds": micro.bounds.cpu(), "longest_sample": micro.longest}
         if self.kind == "flex":
             tokens = micro.input_ids.numel()
             masks = {window or 0: make_block_mask(micro.bounds, tokens, window) for window in self.windows}
@@ -152,6 +156,10 @@ def choose(
 def make_attention(kind: Literal["varlen", "flex"], model: PreTrainedModel) -> Attention:
     """Attention by this kernel."""
     return Attention(kind, NAMES[kind], _windows_of(model))
+
+
+APART = Attention("apart", NAMES["apart"])
+"""One sample after the other."""
 
 
 def over_ranks(kernel: Attention | None, model: PreTrainedModel, context: Axis) -> list[Attention]:

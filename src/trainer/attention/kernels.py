@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAMES = {"varlen": "cairn_varlen", "flex": "cairn_flex"}
+NAMES = {"varlen": "cairn_varlen", "flex": "cairn_flex", "apart": "cairn_apart"}
 """What the kernels are called among transformers' attention functions. No function that makes masks has
 such a name, so transformers makes none, and does not ask the device whether one is needed."""
 BLOCK = 128
@@ -155,6 +155,35 @@ def torch_varlen(
     )  # pyright: ignore[reportReturnType] (a pair only if asked for)
 
 
+def one_after_another(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """A `Kernel`: PyTorch's attention of each sample, on any device and in any data type; without windows.
+
+    Args:
+        bounds: on the CPU, or each layer would wait for the GPU.
+
+    Raises:
+        NotServed: a window is asked for, which takes a mask of all pairs of tokens.
+    """
+    if window is not None:
+        raise NotServed(f"a layer has a window of {window} tokens")
+    # Of keys that several heads share, PyTorch's kernels for float32 on GPUs want a copy for each head.
+    shared = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
+    lengths: list[int] = bounds.diff().tolist()
+    split = (states.transpose(0, 1)[None].split(lengths, 2) for states in (query, key, value))
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
+    found = [attend(*one) for one in zip(*split, strict=True)]
+    return torch.cat(found, 2)[0].transpose(0, 1)
+
+
 def by_samples(kernel: Kernel) -> Callable[..., Result]:
     """transformers' attention function that computes with `kernel`."""
 
@@ -252,3 +281,4 @@ def by_blocks(
 
 ALL_ATTENTION_FUNCTIONS.register(NAMES["varlen"], by_samples(torch_varlen))
 ALL_ATTENTION_FUNCTIONS.register(NAMES["flex"], by_blocks)
+ALL_ATTENTION_FUNCTIONS.register(NAMES["apart"], by_samples(one_after_another))

@@ -153,7 +153,6 @@ def footprint_of(
     tensor: int = 1,
     expert: int = 1,
     is_policy: bool = True,
-    pairs: bool = False,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
@@ -167,7 +166,6 @@ def footprint_of(
         tensor: ranks that share the matrices of each layer, and so what layers keep beside hidden states.
         expert: ranks that have the experts of each layer together.
         is_policy: as for `check_shared`.
-        pairs: whether attention keeps what it computes of each pair of tokens, whatever it is.
 
     Raises:
         UsageError: the model can't have the attention that is asked for, or ranks can't share its rows,
@@ -187,9 +185,7 @@ def footprint_of(
         layers = layers_of(model)
         check_tensor(model, layers, tensor, expert)
         check_experts(model, layers, expert, needed=is_policy)
-        if pairs:
-            model.set_attn_implementation("eager")
-        elif kernel or model.config._attn_implementation == "sdpa":
+        if kernel or model.config._attn_implementation == "sdpa":
             dense = kernel is None and caps_attention(model)
             model.set_attn_implementation("eager" if dense else ATTENTION)
         whole = kept = _growth(model, tensor)

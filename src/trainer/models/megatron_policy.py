@@ -25,7 +25,7 @@ from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
 from cairn.config.trainer import TrainerBase
 from cairn.model.hub_layout import layout_of
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows
+from cairn.trainer.attention.choice import APART, BY_POSITIONS, Attention, Device, Rows
 from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
 from cairn.trainer.backends.megatron.parts import Shard, scattered
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
@@ -184,15 +184,11 @@ class MegatronPolicy(Trained):
         return found
 
 
-MASKS = Attention("dense", "megatron-core")
-"""Masks of all pairs of tokens, as megatron-core's local layers take them."""
-
-
 class MegatronScorer:
     """Scores micro-batches as `Scorer` does; ranks that share matrices call it, and get the same numbers."""
 
     rows: Rows = BY_POSITIONS
-    attention: Attention = MASKS
+    attention: Attention = APART
     replay: None = None
     """The model chooses its experts: the settings refuse another choice."""
 
@@ -205,12 +201,13 @@ class MegatronScorer:
         """What the self-check compares (`self_check.Scores`)."""
         return self
 
-    def kernel(self, config: TrainerBase, device: Device) -> tuple[None, str]:
-        """No attention but the model's own: the reason why."""
-        return None, "backend = 'megatron' computes attention by itself"
+    def kernel(self, config: TrainerBase, device: Device) -> tuple[Attention | None, str]:
+        """The kernel that should compute the model's attention; None: one sample after the other. And why."""
+        return self.model.kernel
 
     def attend(self, attention: Attention) -> None:
-        """Nothing to do: there is one attention."""
+        """Let the model's layers compute with this attention from now on."""
+        self.attention = attention
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned."""
@@ -233,7 +230,7 @@ class MegatronScorer:
         """The same, of this rank's stage of the model."""
         tokens = micro.input_ids.flatten()[micro.learned]
         with without_gpu(micro.input_ids.device):
-            logits = self.model(micro).logits
+            logits = self.model(micro, self.attention).logits
             if logits is None:  # those of the last stage come later
                 blank = torch.zeros(micro.input_ids[:, 1:].shape, device=micro.input_ids.device)
                 return blank, blank.clone() if entropies else None

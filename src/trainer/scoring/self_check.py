@@ -50,8 +50,11 @@ one sample does not depend on the values of another in any data type, except whe
 of tokens."""
 ABOVE_ROUNDING = 4.0
 """In models with such experts: largest ratio of that change to the change for a sample in another row."""
-DENSE = "%s (%s): dense attention takes time and memory for all pairs of tokens in a row"
-"""A warning: why there is no kernel."""
+SLOW = {
+    "dense": "%s (%s): dense attention takes time and memory for all pairs of tokens in a row",
+    "apart": "%s (%s): attention of one sample after the other is slow where samples are short",
+}
+"""Warnings, by the kind of the model's own attention: why there is no kernel."""
 MANY_TOKENS = 4096
 """Tokens of the samples are drawn from the first so many of the vocabulary."""
 
@@ -153,7 +156,7 @@ def find_rows(
         if verdict.problem is None:
             logger.info("micro-batches: %s", verdict.way)
             if kernel is not None and verdict.way.attention.kind == own.kind:
-                logger.warning(DENSE, f"{kernel.kind} attention can't be used", verdicts[0].problem)
+                logger.warning(SLOW[own.kind], f"{kernel.kind} attention can't be used", verdicts[0].problem)
             scorer.attend(verdict.way.attention)
             return verdict.way.rows
         logger.info("micro-batches can't be %s: %s", verdict.way, verdict.problem)
@@ -338,9 +341,10 @@ def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first
     precision = config.precision.settled(gpu=group.device.type == "cuda")
     device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
     kernel, why = scorer.kernel(config, device)
-    logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
+    own = scorer.attention.kind
+    logger.info("attention to try first: %s (%s)", kernel.kind if kernel else own, why)
     if kernel is None and device.capability is not None and config.attention == "auto":
-        logger.warning(DENSE, "no other attention serves the model", why)
+        logger.warning(SLOW[own], "no other attention serves the model", why)
     scorer.rows = find_rows(
         scorer.checked,
         group,

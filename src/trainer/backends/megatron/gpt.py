@@ -1,12 +1,16 @@
 """megatron-core's GPT model of a Hugging Face configuration, and the optimiser that shards its state.
 
-Layers are those of megatron-core's local specification, whose attention keeps the samples of a row apart by
-a mask of all pairs of tokens. Tokens travel to their experts in an all-to-all, and none is dropped.
+Layers are those of megatron-core's local specification, but for attention, which is Cairn's own
+(`trainer/attention`): its kernels keep the samples of a row apart without masks. Tokens travel to their
+experts in an all-to-all, and none is dropped.
 """
 
 # megatron-core is an optional dependency, without types.
 # pyright: reportMissingImports=false
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -30,10 +35,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.attention.choice import Attention, Device, choose
 from cairn.trainer.backends.megatron.families import arguments_of, looked_up
 from cairn.trainer.backends.megatron.stages import OneStage, Pipeline, Stages
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
@@ -98,6 +105,9 @@ class MegatronModel(torch.nn.Module):
         self.kind = type(outline)
         """transformers' class of the model."""
         self.head_in_float32 = precision.head == "float32"
+        self.kernel = choose(config.attention, outline, Device.of(group.device, compute))
+        """The kernel that should compute attention, and why, as `choose` says it."""
+        self._longest = config.seq_len
         kind = arguments_of(about)
         settings = TransformerConfig(
             **kind,
@@ -128,6 +138,7 @@ class MegatronModel(torch.nn.Module):
             qk_layernorm=kind["qk_layernorm"],
             normalization="RMSNorm",
         )
+        layer.submodules.self_attention.submodules.core_attention = HeadsAttention
         if "num_moe_experts" in kind:
             layer.submodules.mlp.submodules.router = Router
         with without_gpu(group.device):
@@ -164,10 +175,15 @@ class MegatronModel(torch.nn.Module):
         self.__dict__["ddp"] = ddp  # has `gpt` as a module of its own
         self.distributed: Any = None
 
-    def forward(self, micro: MicroBatch, *, output_router_logits: bool = False) -> "Outputs":
+    def forward(
+        self, micro: MicroBatch, attention: Attention, *, output_router_logits: bool = False
+    ) -> "Outputs":
         """This rank's part of the vocabulary's logits, and the routers' logits if they are asked for.
 
         Where it has no head, there are no logits, and hidden states are left to `stages`.
+
+        Args:
+            attention: what layers compute attention with.
         """
         found: list[torch.Tensor] = []
         routed: list[torch.Tensor] = []
@@ -183,7 +199,11 @@ class MegatronModel(torch.nn.Module):
         def look_up(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], found: torch.Tensor) -> Any:
             return looked_up(found, inputs[0], self.unlearned)
 
-        hooks: list[Any] = []
+        def place(rotary: torch.nn.Module, inputs: tuple[Any, ...], found: torch.Tensor) -> Any:
+            """Of each token, [T, R, 1, d], in the place of each position, [S, 1, 1, d]."""
+            return found[micro.position_ids.T, 0]
+
+        hooks: list[Any] = [self.gpt.rotary_pos_emb.register_forward_hook(place)]
         if self.stages.first:
             hooks.append(self.gpt.embedding.word_embeddings.register_forward_hook(look_up))
         if self.stages.last:
@@ -192,7 +212,8 @@ class MegatronModel(torch.nn.Module):
             routers = [layer.mlp.router for layer in self.gpt.decoder.layers]
             hooks += [router.register_forward_pre_hook(route) for router in routers]
         try:
-            hidden = self.gpt(micro.input_ids, micro.position_ids, hidden_pairs(micro))
+            rows = PackedRows.of(micro, attention, self._longest)
+            hidden = self.gpt(micro.input_ids, micro.position_ids, None, packed_seq_params=rows)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -205,6 +226,58 @@ class MegatronModel(torch.nn.Module):
         if self.head_in_float32:
             hidden, weight = hidden.float(), weight.float()
         return Outputs(torch.nn.functional.linear(hidden, weight), tuple(routed))
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """What layers are told of the rows of a micro-batch: how attention of their samples is computed.
+
+    It stands among the arguments of a pass, since layers may be computed once more in its backward pass.
+    """
+
+    attend: Callable[..., tuple[torch.Tensor, None]] | None = None
+    """Computes attention of queries [R, heads, T, d], and of keys and values: [R, T, heads, d]."""
+
+    @classmethod
+    def of(cls, micro: MicroBatch, attention: Attention, longest: int) -> "PackedRows":
+        """Of these rows.
+
+        Args:
+            longest: tokens of a sample for which megatron-core keeps angles of rotary embeddings.
+        """
+        function = ALL_ATTENTION_FUNCTIONS[attention.name]
+        longest = max(longest, micro.longest)
+        return cls(
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            attend=partial(function, attention_mask=None, **attention.arguments(micro)),
+        )
+
+
+class HeadsAttention(torch.nn.Module):
+    """Attention of the heads that this rank has of a layer, as FSDP2's layers have it computed."""
+
+    def __init__(self, config: TransformerConfig, **about: Any):
+        """Take what megatron-core tells its own attention, of which the size of heads counts."""
+        super().__init__()
+        self._scale = config.kv_channels**-0.5  # pyright: ignore[reportOptionalOperand] (it is set)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        *,
+        packed_seq_params: PackedRows,
+        **about: Any,
+    ) -> torch.Tensor:
+        """The results of all heads, [T, R, heads * d], of queries [T, R, heads, d], and of keys and values
+        [T, R, fewer heads, d]."""
+        states = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        assert packed_seq_params.attend is not None
+        found, _ = packed_seq_params.attend(self, *states, scaling=self._scale)
+        return found.transpose(0, 1).flatten(2)
 
 
 class Router(TopKRouter):
@@ -260,16 +333,6 @@ def names_of(gpt: GPTModel, expert: Axis) -> dict[torch.nn.Parameter, str]:
         return ".".join(at)
 
     return {parameter: whole(name) for name, parameter in gpt.named_parameters()}
-
-
-def hidden_pairs(micro: MicroBatch) -> torch.Tensor:
-    """Which tokens of its row each token does not see: bool [R, 1, T, T], True for later ones and for those
-    of other samples."""
-    shape = micro.input_ids.shape
-    places = torch.arange(shape.numel(), device=micro.input_ids.device)
-    sample = torch.searchsorted(micro.bounds, places.to(micro.bounds.dtype), right=True).view(shape)
-    same = sample[:, :, None] == sample[:, None, :]
-    return ~same.tril()[:, None]
 
 
 def make_distributed(model: MegatronModel, config: BaseOptimizerConfig) -> torch.optim.Optimizer:
