@@ -221,7 +221,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             "lora": bool(self.lora),
             "freeze": bool(self.freeze),
             "compile": self.compile,
-            "activation_checkpointing": self.activation_checkpointing,
             "keep_gathered": self.keep_gathered is not None,
             "state_on": self.state_on != "device",
         }

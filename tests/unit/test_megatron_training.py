@@ -95,6 +95,14 @@ def test_models_that_are_not_mapped_are_refused(
         check_megatron(about, ParallelConfig(**parallel), 0.1)
 
 
+def test_a_loss_of_routers_needs_their_layers_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(families.importlib.util, "find_spec", lambda name: name)
+    check_megatron(MODELS[-1], ParallelConfig(), 0.1)
+    check_megatron(MODELS[-1], ParallelConfig(), 0.0, recomputes=True)
+    with pytest.raises(UsageError, match=r"router_aux_coef = 0.1 is .* \(activation_checkpointing\) give"):
+        check_megatron(MODELS[-1], ParallelConfig(), 0.1, recomputes=True)
+
+
 @pytest.mark.parametrize("about", MODELS, ids=lambda about: about.model_type)
 def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch):
     assert problem_of(about, ParallelConfig(), 0.0) is None
@@ -112,7 +120,6 @@ def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkey
         (("--lora",), r"lora was not tried"),
         (("--freeze", "*norm*"), r"freeze was not tried"),
         (("--compile",), r"compile was not tried"),
-        (("--activation-checkpointing",), r"activation_checkpointing was not tried"),
         (("--keep-gathered",), r"keep_gathered was not tried"),
         (("--state-on", "host"), r"state_on was not tried"),
         (("--optimizer.type", "lion"), r"optimizer.type = 'lion' does not go: .* AdamW's state"),

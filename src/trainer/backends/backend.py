@@ -129,7 +129,10 @@ CHECKS: dict[str, Callable[[PreTrainedModel, Sequence[torch.nn.Module], TrainerB
         model, layers, config.parallel.tensor, config.parallel.expert
     ),
     "megatron": lambda model, layers, config: check_megatron(
-        model.config, config.parallel, coefficient_of(model, config)
+        model.config,
+        config.parallel,
+        coefficient_of(model, config),
+        recomputes=config.activation_checkpointing,
     ),
 }
 """What raises UsageError, by the same names, if a model can't be laid out over the ranks that the settings

@@ -15,13 +15,16 @@ INSTALL = "uv sync --inexact --group megatron"
 """The command that installs it."""
 
 
-def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coef: float) -> None:
+def check_megatron(
+    about: PreTrainedConfig, parallel: ParallelConfig, router_aux_coef: float, *, recomputes: bool = False
+) -> None:
     """Check that megatron-core is installed and can train a model on ranks that share its matrices.
 
     Args:
         about: the model's configuration.
         parallel: what the ranks share.
         router_aux_coef: the weight of the load-balancing loss, of which the model may have one of its own.
+        recomputes: whether layers are computed once more in the backward pass.
 
     Raises:
         UsageError: it is not, or it can't.
@@ -31,7 +34,13 @@ def check_megatron(about: PreTrainedConfig, parallel: ParallelConfig, router_aux
             f"backend = 'megatron': megatron-core is not installed; `{INSTALL}` installs it, or leave out "
             "backend"
         )
-    if problem := problem_of(about, parallel, router_aux_coef):
+    problem = problem_of(about, parallel, router_aux_coef)
+    if problem is None and recomputes and router_aux_coef:
+        problem = (
+            f"router_aux_coef = {router_aux_coef:g} is the weight of a loss of the routers' logits, which "
+            "layers that are computed once more (activation_checkpointing) give without a gradient"
+        )
+    if problem:
         raise UsageError(
             f"backend = 'megatron' can't train the model: {problem}; change that, or leave out backend"
         )

@@ -109,8 +109,13 @@ class MegatronModel(torch.nn.Module):
         """The kernel that should compute attention, and why, as `choose` says it."""
         self._longest = config.seq_len
         kind = arguments_of(about)
+        recompute: dict[str, Any] = {}
+        if config.activation_checkpointing:  # each layer keeps its input alone, as with FSDP2
+            recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+            recompute["recompute_num_layers"] = 1
         settings = TransformerConfig(
             **kind,
+            **recompute,
             activation_func=torch.nn.functional.silu,
             tensor_model_parallel_size=group.tensor.size,
             expert_model_parallel_size=group.expert.size,

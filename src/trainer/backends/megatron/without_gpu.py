@@ -1,10 +1,14 @@
 """What megatron-core asks of CUDA, answered on a machine without a GPU.
 
 Its layers, buffers and optimisers name the current CUDA device, and its distributed optimiser compares the
-names of tensors' types with those on a GPU; no setting of megatron-core changes that. While it builds or
+names of tensors' types with those on a GPU; where layers are computed once more, it puts back the state of a
+GPU's random numbers, although none are drawn. No setting of megatron-core changes that. While it builds or
 computes on a CPU, `without_gpu` gives these few questions the CPU's answers, and takes them back afterwards.
 On a GPU nothing is changed.
 """
+
+# megatron-core is an optional dependency, without types.
+# pyright: reportMissingImports=false
 
 import contextlib
 from collections.abc import Generator
@@ -12,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 
@@ -25,15 +30,17 @@ def _stream(*_: Any, **__: Any) -> SimpleNamespace:
     return SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, record_event=lambda *_: event)
 
 
-ANSWERS: dict[str, Any] = {
-    "current_device": lambda: torch.device("cpu"),
-    "synchronize": _nothing,
-    "current_stream": _stream,
-    "Stream": _stream,
-    "stream": lambda _: contextlib.nullcontext(),
-    "FloatTensor": torch.FloatTensor,
+ANSWERS: dict[tuple[Any, str], Any] = {
+    (torch.cuda, "current_device"): lambda: torch.device("cpu"),
+    (torch.cuda, "synchronize"): _nothing,
+    (torch.cuda, "current_stream"): _stream,
+    (torch.cuda, "Stream"): _stream,
+    (torch.cuda, "stream"): lambda _: contextlib.nullcontext(),
+    (torch.cuda, "FloatTensor"): torch.FloatTensor,
+    (random, "_get_cuda_rng_state"): _nothing,
+    (random, "_set_cuda_rng_state"): _nothing,
 }
-"""Of `torch.cuda`, by name."""
+"""By module and name of the function."""
 
 
 class _OnCpu(TorchFunctionMode):
@@ -58,12 +65,12 @@ def without_gpu(device: torch.device) -> Generator[None]:
     if device.type == "cuda":
         yield
         return
-    before = {name: getattr(torch.cuda, name) for name in ANSWERS}
+    before = {(module, name): getattr(module, name) for module, name in ANSWERS}
     try:
-        for name, answer in ANSWERS.items():
-            setattr(torch.cuda, name, answer)
+        for (module, name), answer in ANSWERS.items():
+            setattr(module, name, answer)
         with _OnCpu():
             yield
     finally:
-        for name, own in before.items():
-            setattr(torch.cuda, name, own)
+        for (module, name), own in before.items():
+            setattr(module, name, own)
