@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.loss import LossConfig, PolicyLossConfig, PPOClipConfig
-from cairn.config.teachers import AuxiliaryModel, CriticConfig, WithTeachers, critic_problem, is_served
+from cairn.config.teachers import AuxiliaryModel, CriticConfig, WithTeachers, critic_problem
 from cairn.config.trainer import TrainerBase
 
 
@@ -49,10 +49,7 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """Train only while the servers sleep; rl --colocate sets it."""
 
     def _not_with_megatron(self) -> str | None:
-        sources = [source for source in self.teachers.values() if not is_served(source)]
-        if sources:
-            return f"a model of the trainer's own that scores batches ({sources[0]}) does not go"
-        untried = [name for name in ("critic", "colocated", "router_replay") if getattr(self, name)]
+        untried = [name for name in ("colocated", "router_replay") if getattr(self, name)]
         return f"{untried[0]} was not tried" if untried else super()._not_with_megatron()
 
     def published_as(self, *, gpu: bool) -> str:

@@ -150,6 +150,13 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         """The models that are trained beside the policy, by the section that describes them."""
         return {}
 
+    @property
+    def beside_policy(self) -> Self:
+        """The settings of models beside the policy: FSDP2 lays these out, whatever lays out the policy."""
+        if self.backend == "fsdp2":
+            return self
+        return self.model_copy(update={"backend": "fsdp2", "parallel": ParallelConfig()})
+
     def beginning_as(self, folders: Mapping[str, str]) -> Self:
         """With local folders, by section, in the place of the names of models beside the policy."""
         return self

@@ -197,7 +197,8 @@ def count_models(folder: str, config: TrainerBase, machine: Machine) -> CountedM
         "expert": config.parallel.expert,
     }
     policy = count(folder, lora=config.lora, **how)
-    how["is_policy"] = False
+    shared = config.beside_policy.parallel
+    how |= {"is_policy": False, "tensor": shared.tensor, "expert": shared.expert}
     beside = (
         TrainedModel(name, count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
         for name, one in config.auxiliary_models.items()

@@ -164,8 +164,15 @@ class _RankParts(NamedTuple):
     scores_in_chunks: bool = True
 
 
-def _megatron(footprint: "Footprint", config: TrainerBase, ranks: int, *_: object) -> _RankParts:
-    """With megatron-core: ranks that see other samples share the state alone."""
+def _megatron(
+    footprint: "Footprint",
+    config: TrainerBase,
+    ranks: int,
+    gpu: bool,
+    beside: Sequence[TrainedModel],
+    frozen: Sequence["Footprint"],
+) -> _RankParts:
+    """With megatron-core: ranks that see other samples share the state alone. Other models are FSDP2's."""
     tensor, width = config.parallel.tensor, footprint.width
     stages = config.parallel.pipeline
     inside = sum(footprint.layers)
@@ -182,7 +189,14 @@ def _megatron(footprint: "Footprint", config: TrainerBase, ranks: int, *_: objec
         MemoryPart("a share of the weights, float32", 0 if width == 4 else 4 * shard, kept=True),
         MemoryPart(f"gradients, {config.precision.reduce}", WIDTHS[config.precision.reduce] * own, kept=True),
         MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
+        *_others(config, ranks, beside, frozen),
     ]
+    gathered = [
+        one.width * (max(one.gathered(1)) + (one.head or one.elements - sum(one.layers)))
+        for one in (*frozen, *(other.footprint for other in beside))
+    ]
+    what = "weights gathered for a layer of another model, and its head"
+    parts.append(MemoryPart(what, max(gathered, default=0), counted=False))
     return _RankParts(parts, scores_in_chunks=False)
 
 
@@ -209,17 +223,7 @@ def _fsdp2(
             MemoryPart("gradients, float32", 4 * trained),
             MemoryPart(state.what, state.bytes, counted=state.counted, kept=True),
         ]
-        for one in beside:
-            own = one.state(ranks // config.replicas)
-            gradients = 4 * one.elements(ranks // config.replicas)
-            parts += [
-                MemoryPart(f"the {one.name}'s weights and state, float32", own.bytes, own.counted, kept=True),
-                MemoryPart(f"the {one.name}'s gradients, float32", gradients),
-            ]
-        parts += [
-            MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
-            for one in frozen
-        ]
+        parts += _others(config, ranks, beside, frozen)
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         of_layers = footprint.gathered(config.parallel.tensor)
@@ -239,6 +243,24 @@ def _fsdp2(
 
 _RANK_PARTS: dict[str, Callable[..., _RankParts]] = {"fsdp2": _fsdp2, "megatron": _megatron}
 """By the backend's name."""
+
+
+def _others(
+    config: TrainerBase, ranks: int, beside: Sequence[TrainedModel], frozen: Sequence["Footprint"]
+) -> list[MemoryPart]:
+    """Models beside the policy, which all ranks share."""
+    parts: list[MemoryPart] = []
+    for one in beside:
+        own = one.state(ranks // config.replicas)
+        gradients = 4 * one.elements(ranks // config.replicas)
+        parts += [
+            MemoryPart(f"the {one.name}'s weights and state, float32", own.bytes, own.counted, kept=True),
+            MemoryPart(f"the {one.name}'s gradients, float32", gradients),
+        ]
+    return parts + [
+        MemoryPart(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
+        for one in frozen
+    ]
 
 
 def _held(frozen: "Footprint", config: TrainerBase, ranks: int) -> int:

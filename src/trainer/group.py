@@ -188,11 +188,25 @@ class RankGroup:
     expert_mesh: DeviceMesh | None = None
     """Over which experts are copied (`replica`, if there is more than one), sharded (`shard`) and dealt out
     (`expert`)."""
+    repeats: int = 1
+    """So many ranks see the same samples, and each of them computes all that a model makes of these."""
 
     @property
     def layout(self) -> RankLayout:
         """Where this rank stands."""
         return RankLayout.of(self.rank, self.world_size, self.context, self.tensor, self.pipeline)
+
+    @property
+    def beside(self) -> "RankGroup":
+        """The same ranks for models beside the policy, which FSDP2 shards whatever the policy's backend is.
+
+        It shards them over all ranks, of which those that share samples then compute the same.
+        """
+        if self.backend == "fsdp2":
+            return self
+        alone: dict[str, Any] = {"backend": "fsdp2", "layer_mesh": None, "expert_mesh": None}
+        axes = dict.fromkeys(("tensor", "expert", "pipeline"), NO_AXIS)
+        return replace(self, **alone, **axes, repeats=self.layout.model.size)
 
     @classmethod
     def join(

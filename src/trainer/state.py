@@ -74,8 +74,17 @@ class TrainerState:
 
     @cached_property
     def backend(self) -> Backend:
-        """What computes gradients and changes weights."""
+        """What computes the policy's gradients and changes its weights."""
         return make_backend(self.group)
+
+    def backend_of(self, model: Trained) -> Backend:
+        """The same for one of the models; FSDP2 has those beside the policy."""
+        return self.backend if model is self.policy else self._beside
+
+    @cached_property
+    def _beside(self) -> Backend:
+        group = self.group.beside
+        return self.backend if group is self.group else make_backend(group)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -160,7 +169,7 @@ class TrainerState:
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():
             # What is gathered would hide the shards, and would be computed with again.
-            self.backend.reshard(model.module)
+            self.backend_of(model).reshard(model.module)
             model.create_optimizer_state(step.tensors(model.optimizer_stem))
             tensors |= model.tensors()
             weights_folder = (folder / model.weights_stem).parent

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from families import make
 from runs import CONFIGS, free_port, join, rows, start_ranks
 from safetensors.torch import load_file
 from tensors_made import LargestTensor
@@ -17,20 +19,26 @@ from tiny import EXAMPLE, random_model
 from tiny import write as write_model
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from cairn.checkpoint.tensors.sharded_files import read_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.cli import load
 from cairn.config.preferences import DPOConfig
+from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.needs import rank_need
-from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.messages import Attempt
+from cairn.trainer.frozen.model import TeacherModels
+from cairn.trainer.group import RankGroup
 from cairn.trainer.loop import train
-from cairn.trainer.losses import Likelihood
+from cairn.trainer.losses import Likelihood, make_loss
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.footprint import footprint_of
+from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, fill_rows, make_rank_batch
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.critic import NAME as CRITIC
+from cairn.trainer.step.critic import CriticLearner
 from cairn.trainer.step.train_step import train_step
 
 pytest.importorskip("megatron.core", reason="install the dependency group megatron")
@@ -214,6 +222,69 @@ def note_memory(state: TrainerState, layout: Layout, source: Path, path: Path) -
     path.write_text(json.dumps([found, estimated]))
 
 
+REWARDED = ("one", "data", "both", "stages and tensor")
+"""Layouts that also train a policy and a critic from rewards, beside a reference and a teacher.
+
+The teacher is of a family that megatron-core does not have, and scores each sample in a row of its own.
+"""
+
+
+def learn_from_rewards(name: str, group: RankGroup, folder: Path) -> None:
+    """Two steps, what they leave, and the second one once more from what one rank has saved of the first."""
+    layout, start = LAYOUTS[name], folder / "qwen3"
+    config = TrainerConfig(
+        backend=layout.backend,
+        parallel=layout.how,
+        workers=layout.ranks,
+        optimizer={"lr": 0.01, "eps": 1e-3},
+        seq_len=24,
+        kl={"reference": str(start), "coef": 0.2},
+        distill={"teacher": str(folder / "teacher"), "coef": 0.1},
+        critic={"optimizer": {"lr": 0.02, "eps": 1e-3}},
+    )
+    states: list[TrainerState] = []
+    for _ in range(2):
+        models = {POLICY: make_policy(start, config, group), CRITIC: make_critic(start, config, group, None)}
+        state = TrainerState(config, group, models, TrainerProgress())
+        state.begin(start)
+        state.check_model()
+        states.append(state)
+
+    def step(state: TrainerState, number: int, out: Path) -> None:
+        critic, loss = CriticLearner(config, state), make_loss(config.loss, config.kl_in_loss)
+        teachers = TeacherModels(config, group, state.scorer, {})
+        data = group.layout.data
+        samples = make_batch(number).samples
+        for place, sample in enumerate(samples):
+            rewards = np.zeros(len(sample.token_ids), np.float32)
+            rewards[-1] = sample.loss_mask[-1] = place % 2
+            sample.columns["rewards"], sample.columns["logprobs"] = rewards, np.full_like(rewards, -4)
+        work = make_rank_batch(
+            Batch(samples, sampling=Sampling(0.8)), config, rank=data.rank, world_size=data.size
+        )
+        row = dict(teachers.score(work)) | dict(critic.prepare(work))
+        row |= train_step(state, work, number, loss, further_learners=[critic])
+        for stem, tensors in state.tensors().items():
+            write_tensors(out, tensors, stem.replace("/", "_"), rank=group.rank, barrier=group.barrier)
+        if group.rank == 0:
+            (out / "row.json").write_text(json.dumps(row))
+        group.barrier()
+
+    out = folder / f"rewarded {name} after"
+    for number in (1, 2):
+        (out / str(number)).mkdir(parents=True, exist_ok=True)
+        step(states[0], number, out / str(number))
+    saved, again = folder / "rewarded one after/1", states[1]
+    for model in again.models.values():
+        of_model = load_file(saved / f"{model.optimizer_stem.replace('/', '_')}.safetensors")
+        model.create_optimizer_state(of_model.keys())
+        for stem, tensors in model.tensors().items():
+            read_tensors(saved, tensors, stem.replace("/", "_"), rank=group.rank)
+        model.taken()
+    (out / "one").mkdir(exist_ok=True)
+    step(again, 2, out / "one")
+
+
 def run_rank(rank: int, ports: list[int], folder: Path) -> None:
     """What each process does, in one layout after the other; rank 0 takes part in all of them."""
     stages = [(name, None) for name in LAYOUTS] + GOES_ON
@@ -223,6 +294,8 @@ def run_rank(rank: int, ports: list[int], folder: Path) -> None:
             continue
         how = {**layout.how, "replicas": layout.replicas}
         group = join(rank, layout.ranks, port, backend=layout.backend, **how)
+        if source is None and name in REWARDED:
+            learn_from_rewards(name, group, folder)
         for model in both_have(name, source or name):
             state = start(layout, group, folder / model)
             if source is None:
@@ -247,6 +320,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
+    make("mamba2", folder / "teacher")
     ports = [free_port() for _ in (*LAYOUTS, *GOES_ON)]
     ranks = max(layout.ranks for layout in LAYOUTS.values())
     started = start_ranks(run_rank, ports, folder, world_size=ranks)
@@ -337,6 +411,26 @@ def test_weights_in_bfloat16_have_masters_in_float32(found: Path, model: str):
     assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
 
 
+@pytest.mark.parametrize("layout", [name for name in REWARDED if name != "one"])
+def test_a_critic_a_reference_and_a_teacher_stand_beside_any_policy(found: Path, layout: str):
+    """FSDP2 has them: values, advantages, losses and both models are those of one rank, also where the ranks
+    go on from what one has saved. Each sample's logprobs come from the rank that has scored it."""
+    one, ours = (found / f"rewarded {name} after" for name in ("one", layout))
+    for step, right in (("1", "1"), ("2", "2"), ("one", "2")):
+        row, expected = row_of(ours / step), row_of(one / right)
+        assert {"kl/reference", "kl/teacher", "critic/loss", "critic/explained_variance"} <= row.keys()
+        assert row == pytest.approx(expected, rel=2e-4, abs=1e-6)
+        stems = {path.name for path in (one / right).glob("*.safetensors")}
+        assert "trainer_critic_model.safetensors" in stems
+        assert len(stems) == 4
+        for stem in stems:
+            tensors, wanted = load_file(ours / step / stem), load_file(one / right / stem)
+            for name, values in wanted.items():
+                torch.testing.assert_close(tensors[name], values, atol=3e-5, rtol=1e-3, msg=f"{stem} {name}")
+    assert row_of(ours / "1")["kl/reference"] == pytest.approx(0, abs=1e-6)
+    assert abs(row_of(ours / "2")["kl/reference"]) > 1e-4
+
+
 PREFERENCES = {
     "one": (1, ()),
     "stages": (2, ("--backend", "megatron", "--parallel.pipeline", 2)),
@@ -355,17 +449,23 @@ def prefer(rank: int, ports: list[int], folder: Path) -> None:
             continue
         out = folder / f"{name} {loss}"
         out.mkdir(exist_ok=True)
-        how = ("--model.name", folder / "model", "--output-dir", out, "--loss.type", loss)
-        command = ("@", f"{CONFIGS}/dpo.toml", *how, "--max-steps", 3, "--workers", ranks, *flags)
-        config = load(DPOConfig, [str(word) for word in command])
+        how = ("--model.name", folder / "model", "--output-dir", out, "--loss.type", loss, "--ckpt")
+        command = ("@", f"{CONFIGS}/dpo.toml", *how, "--workers", ranks, *flags, "--scheduler.steps", 4)
+        config = load(DPOConfig, [str(word) for word in (*command, "--max-steps", 3)])
         group = join(rank, ranks, port, backend=config.backend, **config.parallel.model_dump())
         train(config, Attempt("run", 1, "dpo", 0, None, "main"), group)
         group.barrier()
+        if loss == "dpo":  # without the numbers, which the policy can't compute any more
+            if rank == 0:
+                shutil.rmtree(out / "reference")
+            group.barrier()
+            again = Attempt("run", 2, "dpo", 3, str(out / "checkpoints" / "step_3"), "main")
+            train(config.model_copy(update={"max_steps": 4}), again, group)
         group.leave()
 
 
 def test_preferences_are_learned_as_on_one_rank(tmp_path: Path):
-    """What the reference says comes from the policy, before its first step."""
+    """What the reference says comes from the policy, before its first step; later, from a copy."""
     changed = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "initializer_range": 0.1}
     write_model(random_model(AutoConfig.from_pretrained(EXAMPLE, **changed)), tmp_path / "model")
     started = start_ranks(
@@ -375,7 +475,7 @@ def test_preferences_are_learned_as_on_one_rank(tmp_path: Path):
         pass
     for loss in LOSSES:
         right = rows(tmp_path / f"one {loss}")
-        assert len({row["loss"] for row in right}) == 3
+        assert len({row["loss"] for row in right}) == len(right) == (4 if loss == "dpo" else 3)
         for name in ("stages", "tensor"):
             for ours, row in zip(rows(tmp_path / f"{name} {loss}"), right, strict=True):
                 for key in ("loss", "grad_norm"):

@@ -134,8 +134,8 @@ def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], wha
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (("--critic",), "critic was not tried"),
-        (("--kl.coef", "0.1", "--kl.reference", "start"), "a model of the trainer's own that scores batches"),
+        (("--colocated",), "colocated was not tried"),
+        (("--router-replay",), "router_replay was not tried"),
     ],
 )
 def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what: str):

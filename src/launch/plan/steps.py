@@ -211,7 +211,7 @@ def _shared_by_others(draft: Draft) -> Draft:
     beside = (one.model for one in draft.trainer.auxiliary_models.values())
     for folder in (*frozen_folders(draft.trainer, draft.model), *beside):
         if Path(folder).is_dir():  # others are the policy's, or not there yet in a dry run
-            check_shared(Path(folder), draft.trainer)
+            check_shared(Path(folder), draft.trainer.beside_policy)
     return draft
 
 

@@ -47,9 +47,9 @@ class FSDP2:
         """Train on this group's ranks."""
         self._group = group
         self.layout = group.layout
-        self.averaged_over = group.world_size
+        self.averaged_over = group.world_size // group.repeats
         """FSDP2 averages gradients over all ranks, also over those that share samples: each of these has the
-        gradient of its own tokens, and the sum is wanted."""
+        gradient of its own tokens, and the sum is wanted. If each has that of all tokens, it counts once."""
 
     def lay_out(
         self, model: PreTrainedModel, layers: Sequence[torch.nn.Module], config: TrainerBase

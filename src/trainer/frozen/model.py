@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ UNFIT = {"freeze": [], "activation_checkpointing": False, "lora": None}
 class Frozen:
     """A copy of a model that has neither gradient nor optimiser, and is in no checkpoint.
 
-    It is sharded like the policy, computes in the same data types, and holds its weights in the one that it
-    computes in: a rank has 2 bytes of each weight of its shard in bfloat16, and 4 in float32.
+    FSDP2 shards it over all ranks, whatever lays out the policy. It computes in the policy's data types, and
+    holds its weights in the one that it computes in: a rank has 2 bytes of each weight of its shard in
+    bfloat16, and 4 in float32.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Frozen:
             CheckpointError: they don't fit the model, or a file is damaged.
         """
         self.folder, self.whose = folder, whose
+        self._layout, group = group.layout, group.beside
         self._config, self._group, self._policy = config, group, policy
         if sums is not None:
             _check_sums(folder, sums, group, whose)
@@ -91,11 +94,29 @@ class Frozen:
             UsageError: a sample has a token that the model has no row for.
         """
         self._vocabulary.check(batch)
+        own = self._own(batch) if self._group.repeats > 1 else batch
         ours, of_policy = self.scorer.rows.arrange, self._policy.rows.arrange
         if ours is of_policy or of_policy is ALONE.arrange:
-            add_logprobs(batch, name, self.scorer, self._group.device)
+            add_logprobs(own, name, self.scorer, self._group.device)
         else:
-            add_logprobs_alone(batch, name, self.scorer, self._config, self._group)
+            add_logprobs_alone(own, name, self.scorer, self._config, self._group)
+        if own is not batch:
+            self._tell(batch, own, name)
+
+    def _own(self, batch: RankBatch) -> RankBatch:
+        """The micro-batches that this rank scores, of those that several ranks have: equally many on each."""
+        axis, micros = self._layout.model, batch.micros
+        own = micros[axis.rank :: axis.size]
+        own += [fill_rows([])] * (-(-len(micros) // axis.size) - len(own))
+        return replace(batch, parts=[replace(batch.parts[0], micros=own)])
+
+    def _tell(self, batch: RankBatch, own: RankBatch, name: str) -> None:
+        """Give the ranks that have the same micro-batches the column of those that each has scored."""
+        layout, found = self._layout, [micro.columns[name].cpu() for micro in own.micros]
+        told = self._group.gather_objects((layout.data.rank, layout.model.rank, found))
+        of_ranks = {place: columns for data, place, columns in told if data == layout.data.rank}
+        for number, micro in enumerate(batch.micros):
+            micro.columns[name] = of_ranks[number % layout.model.size][number // layout.model.size]
 
 
 @torch.no_grad()

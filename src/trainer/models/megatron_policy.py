@@ -24,7 +24,6 @@ from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
 from cairn.config.trainer import TrainerBase
 from cairn.model.hub_layout import layout_of
-from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import APART, BY_POSITIONS, Attention, Device, Rows
 from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
 from cairn.trainer.backends.megatron.parts import Shard, scattered
@@ -65,18 +64,10 @@ class MegatronPolicy(Trained):
         self.taken()
         self._begun = folder.absolute()
 
-    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None]:
-        """Before the first step: as it is.
-
-        Raises:
-            UsageError: it has other weights by now, of which megatron-core can't have a copy beside it.
-        """
-        if self._begun == folder.absolute() and not self.optimizer.state:
-            return contextlib.nullcontext()
-        raise UsageError(
-            "backend = 'megatron' computes what a reference says of the records before the first step alone, "
-            "and some of it is missing: go on without backend, which computes it again"
-        )
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
+        """Before the first step: as it is."""
+        is_new = self._begun == folder.absolute() and not self.optimizer.state
+        return contextlib.nullcontext() if is_new else None
 
     def taken(self) -> None:
         """The shards of the weights have been read: all ranks that compute with them get them.

@@ -107,11 +107,7 @@ class Trained:
         return make_scorer(self.module, config, device)
 
     def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the model computes with the weights in `folder`; None if it has others.
-
-        Raises:
-            UsageError: it has others, and can have no copy beside it.
-        """
+        """A context in which the model computes with the weights in `folder`; None if it has others."""
         return None
 
     def proving(self) -> contextlib.AbstractContextManager[None]:

@@ -190,7 +190,7 @@ class Critic(ValuedModel):
         """
         assert config.critic is not None
         whole = config.model_copy(update={"freeze": [], "lora": None})
-        module = build_model(folder, whole, group, partial(ValueModel, bias=bias))
+        module = build_model(folder, whole, group.beside, partial(ValueModel, bias=bias))
         self.values = cast(ValueModel, module)
         optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
         super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)

@@ -150,7 +150,7 @@ def train_step(
             before_update()
         for learner in learners:
             if spike is None:
-                state.backend.step(learner.model, _rate(learner, config, step))
+                state.backend_of(learner.model).step(learner.model, _rate(learner, config, step))
             learner.model.optimizer.zero_grad(set_to_none=True)
         if spike is not None:
             rewound_to = rewinder.rewind(step, number, spike)
@@ -223,7 +223,7 @@ class Update:
 
     def _gradient(self, learner: Learner) -> StepMetrics:
         config, group, counts = self.state.config, self.state.group, self.part.counts
-        backend = self.state.backend
+        backend = self.state.backend_of(learner.model)
         ranks, normaliser = backend.averaged_over, _normaliser(learner, counts)
 
         def forward(micro: MicroBatch) -> Any:
