@@ -176,7 +176,6 @@ class DPOConfig(TrainerBase):
     """Learning from preferences (DPO, IPO, KTO, SimPO, ORPO) with FSDP2 on Ray workers."""
 
     task = "dpo"
-    on_megatron = None
     output_dir: AbsolutePath = Field(default="outputs/dpo", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: PreferenceDataConfig = PreferenceDataConfig()

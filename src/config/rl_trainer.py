@@ -14,7 +14,6 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """The trainer of an RL run: trains on the orchestrator's batches and publishes policies."""
 
     task = "rl"
-    on_megatron = None
     beside_servers = True
     unlisted = frozenset({"colocated", "recorded_batches"})
     loss: PolicyLossConfig = PPOClipConfig()

@@ -45,8 +45,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """The kind of training: a name in `cairn.trainer.tasks`."""
     loss_is_positive: ClassVar[bool] = False
     """Whether the loss has a mean that a spike of it can be compared with; a policy's loss is around 0."""
-    on_megatron: ClassVar[str | None] = "trains with FSDP2 alone"
-    """What keeps the task from being trained with megatron-core; None: nothing."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
     workers: int | None = Field(default=None, ge=1)
@@ -217,8 +215,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     def _not_with_megatron(self) -> str | None:
         """A setting that does not go with megatron-core, and why; None if all do."""
-        if self.on_megatron:
-            return f"task {self.task}, which {self.on_megatron}, does not go"
         if self.parallel.context > 1:
             return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
         if self.optimizer.type != "adamw":
@@ -275,7 +271,6 @@ class SFTConfig(TrainerBase):
     """Supervised fine-tuning (SFT) with FSDP2 on Ray workers."""
 
     task = "sft"
-    on_megatron = None
     loss_is_positive = True
     output_dir: AbsolutePath = Field(default="outputs/sft", validate_default=True)
     """Run directory: everything that the run writes goes there."""

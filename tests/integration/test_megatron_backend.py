@@ -21,7 +21,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config,
 
 from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.cli import load
-from cairn.config.preferences import DPOConfig
+from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.needs import rank_need
@@ -437,8 +437,12 @@ PREFERENCES = {
     "tensor": (2, ("--backend", "megatron", "--parallel.tensor", 2)),
 }
 """Ranks, and flags, of runs that learn from preferences."""
-LOSSES = ("dpo", "kto", "orpo")
-"""Of which the first two need a reference, and one of them a mean over a batch."""
+LOSSES = ("dpo", "kto", "orpo", "reward")
+"""Of which the first two need a reference, and one of them a mean over a batch. The last is a reward model's."""
+
+
+GOING_ON = ("dpo", "reward")
+"""Those whose runs go on: a reward model's from what one rank has saved."""
 
 
 def prefer(rank: int, ports: list[int], folder: Path) -> None:
@@ -449,23 +453,27 @@ def prefer(rank: int, ports: list[int], folder: Path) -> None:
             continue
         out = folder / f"{name} {loss}"
         out.mkdir(exist_ok=True)
-        how = ("--model.name", folder / "model", "--output-dir", out, "--loss.type", loss, "--ckpt")
-        command = ("@", f"{CONFIGS}/dpo.toml", *how, "--workers", ranks, *flags, "--scheduler.steps", 4)
-        config = load(DPOConfig, [str(word) for word in (*command, "--max-steps", 3)])
+        kind, task = (RewardConfig, "reward") if loss == "reward" else (DPOConfig, "dpo")
+        how = ("--model.name", folder / "model", "--output-dir", out, "--workers", ranks, *flags)
+        what = () if loss == "reward" else ("--loss.type", loss)
+        command = ("@", f"{CONFIGS}/{task}.toml", *how, *what, "--ckpt", "--scheduler.steps", 4)
+        config = load(kind, [str(word) for word in (*command, "--max-steps", 3)])
         group = join(rank, ranks, port, backend=config.backend, **config.parallel.model_dump())
-        train(config, Attempt("run", 1, "dpo", 0, None, "main"), group)
+        train(config, Attempt("run", 1, task, 0, None, "main"), group)
         group.barrier()
-        if loss == "dpo":  # without the numbers, which the policy can't compute any more
-            if rank == 0:
-                shutil.rmtree(out / "reference")
+        if loss == "dpo" and rank == 0:  # the policy can't compute the numbers any more
+            shutil.rmtree(out / "reference")
+        if loss in GOING_ON:
+            source = folder / ("one reward" if loss == "reward" else out) / "checkpoints" / "step_3"
             group.barrier()
-            again = Attempt("run", 2, "dpo", 3, str(out / "checkpoints" / "step_3"), "main")
+            again = Attempt("run", 2, task, 3, str(source), "main")
             train(config.model_copy(update={"max_steps": 4}), again, group)
         group.leave()
 
 
 def test_preferences_are_learned_as_on_one_rank(tmp_path: Path):
-    """What the reference says comes from the policy, before its first step; later, from a copy."""
+    """What the reference says comes from the policy, before its first step; later, from a copy. Saved reward
+    models are the same, whatever has trained them."""
     changed = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "initializer_range": 0.1}
     write_model(random_model(AutoConfig.from_pretrained(EXAMPLE, **changed)), tmp_path / "model")
     started = start_ranks(
@@ -475,8 +483,16 @@ def test_preferences_are_learned_as_on_one_rank(tmp_path: Path):
         pass
     for loss in LOSSES:
         right = rows(tmp_path / f"one {loss}")
-        assert len({row["loss"] for row in right}) == len(right) == (4 if loss == "dpo" else 3)
+        assert len({row["loss"] for row in right}) == len(right) == (4 if loss in GOING_ON else 3)
         for name in ("stages", "tensor"):
             for ours, row in zip(rows(tmp_path / f"{name} {loss}"), right, strict=True):
                 for key in ("loss", "grad_norm"):
                     assert ours[key] == pytest.approx(row[key], rel=1e-4), (name, loss, key)
+    saved = [tmp_path / f"{name} reward" / "checkpoints" / "step_4" / "model" for name in PREFERENCES]
+    one, *others = (load_file(folder / "model.safetensors") for folder in saved)
+    assert one["score.weight"].any()
+    for other in others:
+        assert list(other) == list(one)
+        for name, values in one.items():
+            torch.testing.assert_close(other[name], values, atol=2e-5, rtol=1e-3, msg=name)
+    assert len({(folder / "config.json").read_text() for folder in saved}) == 1

@@ -19,7 +19,6 @@ from cairn.checkpoint.tensors.placement import Scattered, at_places, made_togeth
 from cairn.checkpoint.tensors.rows import RowTargets, in_rows
 from cairn.config.cli import load
 from cairn.config.parallel import ParallelConfig
-from cairn.config.preferences import RewardConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.model.hub_layout import hub_layout
@@ -142,11 +141,6 @@ def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what:
     load(TrainerConfig, list(flags))
     with pytest.raises(UsageError, match=rf"{what}.* with backend = 'megatron'; leave one out"):
         load(TrainerConfig, ["--backend", "megatron", *flags])
-
-
-def test_tasks_that_do_not_go_with_it_are_refused():
-    with pytest.raises(UsageError, match="task reward, which trains with FSDP2 alone, does not go"):
-        load(RewardConfig, ["--backend", "megatron"])
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 2, 3), (2, 2, 2), (2, 3, 1), (4, 1, 2)])

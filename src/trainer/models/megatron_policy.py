@@ -1,4 +1,4 @@
-"""A policy that megatron-core trains: its scores, and its state by transformers' names.
+"""A policy or reward model that megatron-core trains: its scores, and its state by transformers' names.
 
 A checkpoint of it is one that any other layout can go on from, and the other way round. Each rank has the
 logits of a part of the vocabulary, and the logprobs of whole samples.
@@ -10,6 +10,7 @@ logits of a part of the vocabulary, and the logprobs of whole samples.
 import contextlib
 import itertools
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,24 @@ from megatron.core.tensor_parallel import (
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.saving.rank_shares import Tensors
 from cairn.checkpoint.tensors.placement import Scattered, Stored, at_places
+from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerBase
-from cairn.model.hub_layout import layout_of
+from cairn.formats.common.value_head import WEIGHT, value_layout
+from cairn.model.hub_layout import Layout, layout_of
 from cairn.trainer.attention.choice import APART, BY_POSITIONS, Attention, Device, Rows
 from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
 from cairn.trainer.backends.megatron.parts import Shard, scattered
 from cairn.trainer.backends.megatron.without_gpu import without_gpu
-from cairn.trainer.models.model import places_in
+from cairn.trainer.group import RankGroup
+from cairn.trainer.models.model import build_model, places_in
 from cairn.trainer.models.trained import Trained
+from cairn.trainer.models.value_model import (
+    ValueModel,
+    about_rewards,
+    kind_of_reward_model,
+    numbers_of,
+    read_values,
+)
 from cairn.trainer.packing import MicroBatch
 from cairn.trainer.scoring.head import both_of_logits
 
@@ -41,13 +52,17 @@ STEP = "step"
 class MegatronPolicy(Trained):
     """A `MegatronModel`; what is loaded and saved of it is what this rank's optimiser has."""
 
-    def __init__(self, module: Any, config: TrainerBase):
-        """Give the module an optimiser."""
+    def __init__(self, module: Any, config: TrainerBase, layout: Layout | None = None):
+        """Give the module an optimiser.
+
+        Args:
+            layout: of the tensors in files; default: that of transformers' causal language model.
+        """
         assert isinstance(module, MegatronModel)
         self._model = module
         inner = make_distributed(module, config.optimizer)
         super().__init__(module, inner)  # pyright: ignore[reportArgumentType] (what is asked of it, it has)
-        self._layout = layout_of(self.module)
+        self._layout = layout or layout_of(self.module)
         self._steps: dict[str, torch.Tensor] = {}
         """How often each tensor of transformers' model has been changed, as checkpoints hold it."""
         self._begun: Path | None = None
@@ -219,19 +234,26 @@ class MegatronScorer:
         self, micro: MicroBatch, temperature: float, *, entropies: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same, of this rank's stage of the model."""
-        tokens = micro.input_ids.flatten()[micro.learned]
         with without_gpu(micro.input_ids.device):
-            logits = self.model(micro, self.attention).logits
-            if logits is None:  # those of the last stage come later
+            hidden = self.model(micro, self.attention).hidden
+            if hidden is None:  # those of the last stage come later
                 blank = torch.zeros(micro.input_ids[:, 1:].shape, device=micro.input_ids.device)
                 return blank, blank.clone() if entropies else None
-            if entropies:
-                whole = gather_from_tensor_model_parallel_region(logits)
-                both = both_of_logits(whole, tokens, temperature)
-                return _everywhere(both[0], micro), _everywhere(both[1], micro)
-            # A copy of the logits, which the function changes in place.
-            scaled = logits.float() / temperature
-            return _everywhere(-vocab_parallel_cross_entropy(scaled, tokens), micro), None
+            tokens = micro.input_ids.flatten()[micro.learned]
+            values, others = self._values(hidden, tokens, temperature, entropies=entropies)
+            return _everywhere(values, micro), None if others is None else _everywhere(others, micro)
+
+    def _values(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is wanted of the learned tokens, float32 [L], of the hidden states before them, [L, H]."""
+        logits = self.model.head(hidden)
+        if entropies:
+            whole = gather_from_tensor_model_parallel_region(logits)
+            both = both_of_logits(whole, tokens, temperature)
+            return both[0], both[1]
+        # A copy of the logits, which the function changes in place.
+        return -vocab_parallel_cross_entropy(logits.float() / temperature, tokens), None
 
 
 def _everywhere(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -239,3 +261,71 @@ def _everywhere(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     shape = micro.input_ids.shape
     flat = values.new_zeros(shape.numel()).index_copy(0, micro.learned, values)
     return flat.view(shape)[:, 1:]
+
+
+# A reward model: the same layers, with a head of one output on the last stage, which is whole on each of the
+# ranks that share matrices.
+
+
+class MegatronRewards(MegatronPolicy):
+    """A reward model; what is saved of it is what `RewardModel` saves. Its head is 0 at first, unless the
+    weights have one."""
+
+    def __init__(self, folder: Path, config: RewardConfig, group: RankGroup):
+        """Make the model that `folder` describes, its weights not yet loaded.
+
+        Raises:
+            UsageError: transformers has no model for sequence classification of its family.
+        """
+        module: Any = build_model(folder, config, group, partial(ValueModel, bias=False))
+        self._class = kind_of_reward_model(module.config, folder)
+        super().__init__(module, config, value_layout(module.config, bias=False))
+
+    def begin(self, folder: Path) -> None:
+        tensors = self._of("weights")
+        for piece in tensors[WEIGHT].pieces:
+            piece.values.zero_()
+        read_values(folder, tensors, self._layout)
+        self.taken()
+
+    def loaded(self, folder: Path) -> Mapping[str, Any]:
+        return self.saved()
+
+    def beside(self) -> Mapping[str, bytes]:
+        """The config.json of a model for sequence classification with one label."""
+        return about_rewards(self.module, self._class)
+
+    def scorer(self, config: TrainerBase, device: torch.device) -> Any:
+        """What gives each learned token the head's output at the token before."""
+        return MegatronRewarder(self._model)
+
+
+class MegatronRewarder(MegatronScorer):
+    """Gives learned tokens rewards in the place of logprobs."""
+
+    @property
+    def checked(self) -> Any:
+        return HiddenNumbers(self)
+
+    def _values(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, None]:
+        return self.model.head(hidden)[:, 0], None
+
+
+class HiddenNumbers(MegatronScorer):
+    """Numbers of the hidden states, for the self-check: a head of 0 would prove nothing."""
+
+    def __init__(self, rewarder: MegatronRewarder):
+        """Of the model of `rewarder`, which gets the attention that is found."""
+        super().__init__(rewarder.model)
+        self._rewarder = rewarder
+
+    def attend(self, attention: Attention) -> None:
+        super().attend(attention)
+        self._rewarder.attend(attention)
+
+    def _values(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, None]:
+        return numbers_of(hidden), None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, StepFolder
@@ -92,8 +92,7 @@ class ValueModel(nn.Module):
         """
         hidden = self.decoder(use_cache=False, **inputs).last_hidden_state.flatten(0, -2)[places]
         if probe:
-            hidden = F.layer_norm(hidden.float(), hidden.shape[-1:])
-            return hidden[:, ::2].sum(-1) / hidden.shape[-1] ** 0.5
+            return numbers_of(hidden)
         return self.get_output_embeddings()(hidden)[:, 0].clone()  # FSDP2 puts hooks on it, and not on views
 
     @property
@@ -130,6 +129,12 @@ class ValueModel(nn.Module):
         self.decoder.gradient_checkpointing_enable(how)
 
 
+def numbers_of(hidden: torch.Tensor) -> torch.Tensor:
+    """Of hidden states [L, H], a number of each, float32 [L]: for checks, when no head has learned yet."""
+    hidden = F.layer_norm(hidden.float(), hidden.shape[-1:])
+    return hidden[:, ::2].sum(-1) / hidden.shape[-1] ** 0.5
+
+
 class ValuedModel(Trained):
     """A model of values that is trained."""
 
@@ -140,21 +145,10 @@ class ValuedModel(Trained):
 
     def begin(self, folder: Path) -> None:
         """Take the layers, and the head if there is one; otherwise all values are 0 at first."""
-        folder = self._begins_as or folder
-        stored = FORMATS["hf"].read(folder).tensors[MODEL].keys()
-        heads = {WEIGHT, BIAS}
-        wanted = {
-            name: tensor
-            for name, tensor in at_places(self._tensors(), self._layout.find(stored)).items()
-            if name in stored or name not in heads
-        }
         with torch.no_grad():
             for parameter in self.values.get_output_embeddings().parameters():
                 parameter.zero_()
-        try:
-            read_tensors(folder, wanted, "model")
-        except CheckpointError as error:
-            raise UsageError(f"the model can't begin as {folder}: {error}") from None
+        read_values(self._begins_as or folder, self._tensors(), self._layout)
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         return self.saved()
@@ -168,6 +162,27 @@ class ValuedModel(Trained):
     def _tensors(self) -> dict[str, torch.Tensor]:
         state = self.values.state_dict()
         return {place.name: state[place.name] for place in self._layout.places.values()}
+
+
+def read_values(folder: Path, tensors: Mapping[str, Any], layout: Layout) -> None:
+    """Read the weights of layers, and of the head if `folder` has any; all ranks call it.
+
+    Args:
+        tensors: by transformers' names.
+
+    Raises:
+        UsageError: they are not those of such a model.
+    """
+    stored = FORMATS["hf"].read(folder).tensors[MODEL].keys()
+    wanted = {
+        name: tensor
+        for name, tensor in at_places(tensors, layout.find(stored)).items()
+        if name in stored or name not in (WEIGHT, BIAS)
+    }
+    try:
+        read_tensors(folder, wanted, "model")
+    except CheckpointError as error:
+        raise UsageError(f"the model can't begin as {folder}: {error}") from None
 
 
 class Critic(ValuedModel):
@@ -313,32 +328,62 @@ class RewardModel(ValuedModel):
         """
         module = build_model(folder, config, group, partial(ValueModel, bias=False))
         self.values = cast(ValueModel, module)
-        kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(self.values.config), None)
-        if kind is None:
-            raise UsageError(
-                f"--model.name {folder}: transformers has no model for sequence classification of the family "
-                f"{self.values.config.model_type}, so nothing could open the reward model"
-            )
-        self._kind = kind.__name__
-        pad, ends = self.values.config.pad_token_id, self.values.config.eos_token_id
-        if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
-            logger.warning(
-                "the model's padding is its end of text (token %d): transformers' reward model would not "
-                "look at the end of a conversation, where this one gives its reward",
-                pad,
-            )
+        self._kind = kind_of_reward_model(self.values.config, folder)
         super().__init__(module, make_optimizer(module.named_parameters(), config.optimizer))
         self._layout = layout_of_values(self.values)
 
     def beside(self) -> Mapping[str, bytes]:
         """The config.json of a model for sequence classification with one label."""
-        about = json.loads(config_of(cast(PreTrainedModel, self.values), torch.float32)["config.json"])
-        about |= {"architectures": [self._kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-        return {"config.json": (json.dumps(about, indent=2) + "\n").encode()}
+        return about_rewards(self.module, self._kind)
 
     def scorer(self, config: TrainerBase, device: torch.device) -> Scorer:
         """What gives each learned token the number of the token before it."""
         return Rewarder(self.values)
+
+
+def kind_of_reward_model(about: PreTrainedConfig, folder: Path) -> str:
+    """The name of transformers' class of reward models of a family; a warning says if it would read others.
+
+    Args:
+        folder: of the model, for messages.
+
+    Raises:
+        UsageError: transformers has no model for sequence classification of the family.
+    """
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(about), None)
+    if kind is None:
+        raise UsageError(
+            f"--model.name {folder}: transformers has no model for sequence classification of the family "
+            f"{about.model_type}, so nothing could open the reward model"
+        )
+    pad, ends = about.pad_token_id, about.eos_token_id
+    if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
+        logger.warning(
+            "the model's padding is its end of text (token %d): transformers' reward model would not "
+            "look at the end of a conversation, where this one gives its reward",
+            pad,
+        )
+    return kind.__name__
+
+
+def about_rewards(model: PreTrainedModel, kind: str) -> dict[str, bytes]:
+    """The config.json of a reward model of the class `kind`: for sequence classification with one label."""
+    about = json.loads(config_of(model, torch.float32)["config.json"])
+    about |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return {"config.json": (json.dumps(about, indent=2) + "\n").encode()}
+
+
+def make_reward_model(folder: Path, config: RewardConfig, group: RankGroup) -> Trained:
+    """The reward model that is trained, its weights not yet loaded; all ranks call it.
+
+    Raises:
+        UsageError: see `RewardModel`.
+    """
+    if group.backend != "megatron":
+        return RewardModel(folder, config, group)
+    from cairn.trainer.models.megatron_policy import MegatronRewards  # needs megatron-core
+
+    return MegatronRewards(folder, config, group)
 
 
 class Rewarder(Scorer):

@@ -27,7 +27,7 @@ from cairn.trainer.frozen.reference import (
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, make_loss
 from cairn.trainer.models.trained import Trained
-from cairn.trainer.models.value_model import RewardModel, with_reward_token
+from cairn.trainer.models.value_model import make_reward_model, with_reward_token
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
@@ -176,7 +176,7 @@ class Reward(DPOTask):
 
     @classmethod
     def policy(cls, config: RewardConfig, folder: Path, group: RankGroup) -> Trained:
-        return RewardModel(folder, config, group)
+        return make_reward_model(folder, config, group)
 
     def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
         return with_reward_token(sample, self._row_length)

@@ -40,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.trainer import TrainerBase
+from cairn.formats.common.value_head import WEIGHT
 from cairn.trainer.attention.choice import Attention, Device, choose
 from cairn.trainer.backends.megatron.families import arguments_of, looked_up
 from cairn.trainer.backends.megatron.stages import OneStage, Pipeline, Stages
@@ -88,7 +89,8 @@ class MegatronModel(torch.nn.Module):
         """Allocate it; its weights have no values yet.
 
         Args:
-            outline: transformers' model of the same configuration, on the meta device.
+            outline: on the meta device: transformers' model of the same configuration, or its layers with a
+                head of one output.
         """
         super().__init__()
         about: PreTrainedConfig = outline.config
@@ -105,7 +107,10 @@ class MegatronModel(torch.nn.Module):
         self.kind = type(outline)
         """transformers' class of the model."""
         self.head_in_float32 = precision.head == "float32"
-        self.kernel = choose(config.attention, outline, Device.of(group.device, compute))
+        self.gives_values = getattr(outline.get_output_embeddings(), "out_features", None) == 1
+        """Whether its head has one output, in the place of logits."""
+        layers = getattr(outline, "decoder", outline)
+        self.kernel = choose(config.attention, layers, Device.of(group.device, compute))
         """The kernel that should compute attention, and why, as `choose` says it."""
         self._longest = config.seq_len
         kind = arguments_of(about)
@@ -137,7 +142,7 @@ class MegatronModel(torch.nn.Module):
             persist_layer_norm=False,
         )
         rope: dict[str, Any] = getattr(about, "rope_parameters", None) or {}
-        tied = bool(getattr(about, "tie_word_embeddings", False))
+        tied = bool(getattr(about, "tie_word_embeddings", False)) and not self.gives_values
         layer: Any = get_gpt_layer_local_spec(
             num_experts=kind.get("num_moe_experts"),
             qk_layernorm=kind["qk_layernorm"],
@@ -158,6 +163,8 @@ class MegatronModel(torch.nn.Module):
                 pre_process=self.stages.first,
                 post_process=self.stages.last,
             ).to(group.device, compute)  # norms are made in float32
+            if self.gives_values and self.stages.last:
+                gpt.output_layer = OneOutput(about.hidden_size, device=group.device, dtype=compute)
             if "num_moe_experts" in kind and group.device.type == "cpu":
                 for block in gpt.decoder.layers:
                     own: Any = block.mlp
@@ -183,9 +190,9 @@ class MegatronModel(torch.nn.Module):
     def forward(
         self, micro: MicroBatch, attention: Attention, *, output_router_logits: bool = False
     ) -> "Outputs":
-        """This rank's part of the vocabulary's logits, and the routers' logits if they are asked for.
+        """Hidden states for the head, and the routers' logits if they are asked for.
 
-        Where it has no head, there are no logits, and hidden states are left to `stages`.
+        Where it has no head, there are none, and those of all tokens are left to `stages`.
 
         Args:
             attention: what layers compute attention with.
@@ -197,8 +204,7 @@ class MegatronModel(torch.nn.Module):
             routed.append(router.gating(inputs[0]).transpose(0, 1).flatten(0, 1))
 
         def select(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-            hidden = inputs[0].transpose(0, 1).flatten(0, 1)[micro.learned - 1]
-            found.append(copy_to_tensor_model_parallel_region(hidden))
+            found.append(inputs[0].transpose(0, 1).flatten(0, 1)[micro.learned - 1])
             return inputs[0][:0], *inputs[1:]
 
         def look_up(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], found: torch.Tensor) -> Any:
@@ -225,12 +231,18 @@ class MegatronModel(torch.nn.Module):
         if not self.stages.last:
             self.stages.passed = hidden
             return Outputs(None, tuple(routed))
+        return Outputs(found[0], tuple(routed))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [L, H], this rank's part of the vocabulary's logits, [L, V / ranks]; or values,
+        float32 [L, 1], on all ranks that share matrices."""
         tied = self.gpt.share_embeddings_and_output_weights
         weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
-        hidden = found[0]
-        if self.head_in_float32:
+        if not self.gives_values:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        if self.head_in_float32 or self.gives_values:
             hidden, weight = hidden.float(), weight.float()
-        return Outputs(torch.nn.functional.linear(hidden, weight), tuple(routed))
+        return torch.nn.functional.linear(hidden, weight)
 
 
 @dataclass
@@ -285,6 +297,18 @@ class HeadsAttention(torch.nn.Module):
         return found.transpose(0, 1).flatten(2)
 
 
+class OneOutput(torch.nn.Linear):
+    """The head of a reward model, in the place of megatron-core's; `MegatronModel.head` computes with it."""
+
+    def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype):
+        """Of hidden states of this width; without a bias."""
+        super().__init__(width, 1, bias=False, device=device, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (as megatron-core calls it)
+        """Nothing: hidden states, and no bias."""
+        return hidden, None
+
+
 class Router(TopKRouter):
     """megatron-core's router of tokens to experts, with logits computed as in transformers' models.
 
@@ -315,13 +339,13 @@ class Sender(MoEAlltoAllTokenDispatcher):
 class Outputs(NamedTuple):
     """What a forward pass gives.
 
-    logits: of this rank's part of the vocabulary, where the next token is learned, [L, V / ranks]; None if it
-    has no head.
+    hidden: states of the last layer from which learned tokens are predicted, [L, H]; None if this rank has no
+    head.
     router_logits: of each layer, [R * T, experts], in the order of the tokens, as transformers' models give
     them; none unless they are asked for.
     """
 
-    logits: torch.Tensor | None
+    hidden: torch.Tensor | None
     router_logits: tuple[torch.Tensor, ...]
 
 
@@ -330,6 +354,8 @@ def names_of(gpt: GPTModel, expert: Axis) -> dict[torch.nn.Parameter, str]:
 
     def whole(name: str) -> str:
         at = name.split(".")
+        if at[0] == "output_layer" and isinstance(gpt.output_layer, OneOutput):
+            return WEIGHT
         if at[:2] == ["decoder", "layers"]:
             layer: Any = gpt.get_submodule(".".join(at[:3]))
             at[2] = str(layer.layer_number - 1)

@@ -53,6 +53,9 @@ def stretches_of(
     Raises:
         NotImplementedError: transformers' model lacks the parameter.
     """
+    if place := layout.places.get(name):  # the head of a reward model
+        yield Stretch(place.name, place.first, 0, parameter.numel())
+        return
     key = parse(name)
     if key is None:
         raise NotImplementedError(f"megatron-core's {name}")
