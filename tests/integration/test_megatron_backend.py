@@ -438,7 +438,7 @@ PREFERENCES = {
 }
 """Ranks, and flags, of runs that learn from preferences."""
 LOSSES = ("dpo", "kto", "orpo", "reward")
-"""Of which the first two need a reference, and one of them a mean over a batch. The last is a reward model's."""
+"""The first two need a reference, and one of them a mean over a batch; the last is a reward model's."""
 
 
 GOING_ON = ("dpo", "reward")

@@ -373,19 +373,6 @@ def about_rewards(model: PreTrainedModel, kind: str) -> dict[str, bytes]:
     return {"config.json": (json.dumps(about, indent=2) + "\n").encode()}
 
 
-def make_reward_model(folder: Path, config: RewardConfig, group: RankGroup) -> Trained:
-    """The reward model that is trained, its weights not yet loaded; all ranks call it.
-
-    Raises:
-        UsageError: see `RewardModel`.
-    """
-    if group.backend != "megatron":
-        return RewardModel(folder, config, group)
-    from cairn.trainer.models.megatron_policy import MegatronRewards  # needs megatron-core
-
-    return MegatronRewards(folder, config, group)
-
-
 class Rewarder(Scorer):
     """Gives learned tokens the head's output at the token before, in the place of logprobs."""
 

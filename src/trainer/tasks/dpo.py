@@ -1,6 +1,6 @@
 """Learning from preferences: records of answers that are better and worse than others, and a loss of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cairn.trainer.frozen.reference import (
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, make_loss
 from cairn.trainer.models.trained import Trained
-from cairn.trainer.models.value_model import make_reward_model, with_reward_token
+from cairn.trainer.models.value_model import RewardModel, with_reward_token
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import Context
 from cairn.trainer.tasks.task import Task
@@ -165,6 +165,19 @@ def _content(identity: Mapping[str, Any]) -> str:
     return str(identity.get("content") or identity["digest"])
 
 
+def _megatron(folder: Path, config: RewardConfig, group: RankGroup) -> Trained:
+    from cairn.trainer.models.megatron_policy import MegatronRewards  # needs megatron-core
+
+    return MegatronRewards(folder, config, group)
+
+
+REWARD_MODELS: dict[str, Callable[[Path, RewardConfig, RankGroup], Trained]] = {
+    "fsdp2": RewardModel,
+    "megatron": _megatron,
+}
+"""What makes a reward model of the model in a folder, by the backend's name; its weights are not yet loaded."""
+
+
 class Reward(DPOTask):
     """Trains a reward model on pairs.
 
@@ -176,7 +189,7 @@ class Reward(DPOTask):
 
     @classmethod
     def policy(cls, config: RewardConfig, folder: Path, group: RankGroup) -> Trained:
-        return make_reward_model(folder, config, group)
+        return REWARD_MODELS[group.backend](folder, config, group)
 
     def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
         return with_reward_token(sample, self._row_length)
