@@ -24,6 +24,7 @@ from transformers import (
 from cairn.checkpoint.saving.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
+from cairn.config.optimizer import AdamWConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main, memory
@@ -44,6 +45,7 @@ from cairn.launch.needs import (
     GIB,
     MemoryPart,
     Need,
+    TrainedModel,
     cache_left,
     gib,
     host_need,
@@ -436,6 +438,29 @@ def test_ranks_that_share_matrices_gather_and_keep_their_part_of_a_layer(folder:
     assert recomputed[1] == pytest.approx(recomputed[0], rel=0.01)
     with pytest.raises(UsageError, match=r"parallel.tensor = 3 .* its \d+ attention heads can't be shared"):
         footprint_of(path, compute="bfloat16", activation_checkpointing=False, tensor=3)
+
+
+def test_models_beside_the_policy_are_shared_by_all_ranks_whatever_trains_it(folder: Callable[..., Path]):
+    """A critic and a reference are FSDP2's; activations of the policy that are computed again count less."""
+    path = str(folder("qwen3"))
+    whole, again = (
+        footprint_of(path, compute="bfloat16", activation_checkpointing=one) for one in (False, True)
+    )
+    others: dict[str, Any] = {
+        "beside": [TrainedModel("critic", whole, AdamWConfig())],
+        "frozen": [whole],
+        **{"ranks": 4, "gpu": True, "chunk_logits": 1 << 20},
+    }
+    of_fsdp2 = rank_need(whole, config_of(workers=4), **others)
+    how = {"workers": 4, "backend": "megatron", "parallel": {"pipeline": 2, "tensor": 2}}
+    kept, recomputed = (
+        rank_need(one, config_of(**how, activation_checkpointing=one is again), **others)
+        for one in (whole, again)
+    )
+    for what in ("weights of another model, by kl", "critic's weights and state", "critic's gradients"):
+        assert part(kept, what) == part(of_fsdp2, what) > 0
+    assert part(kept, "gathered for a layer of another model") == 2 * (max(whole.layers) + whole.head)
+    assert 0 < 2 * part(recomputed, "activations of") < part(kept, "activations of")
 
 
 def test_ranks_that_share_experts_gather_their_own(folder: Callable[..., Path]):

@@ -175,7 +175,7 @@ REWARD_MODELS: dict[str, Callable[[Path, RewardConfig, RankGroup], Trained]] = {
     "fsdp2": RewardModel,
     "megatron": _megatron,
 }
-"""What makes a reward model of the model in a folder, by the backend's name; its weights are not yet loaded."""
+"""What makes a reward model of the model in a folder, without weights yet, by the backend's name."""
 
 
 class Reward(DPOTask):
