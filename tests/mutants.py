@@ -823,6 +823,13 @@ MUTANTS = (
     ),
     # megatron-core
     M(
+        "tokens that see later ones where samples are attended to one after the other",
+        "one_after_another",
+        "is_causal=True",
+        "is_causal=False",
+        "test_attention",
+    ),
+    M(
         "values in several places read into a copy alone",
         "RowTargets.finish",
         "piece.values.copy_(values)",

@@ -215,11 +215,10 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     def _not_with_megatron(self) -> str | None:
         """A setting that does not go with megatron-core, and why; None if all do."""
-        if self.parallel.context > 1:
-            return f"parallel.context = {self.parallel.context}, which takes TransformerEngine, does not go"
         if self.optimizer.type != "adamw":
             return f"optimizer.type = {self.optimizer.type!r} does not go: its optimiser shards AdamW's state"
         others = {
+            "parallel.context": self.parallel.context > 1,
             "replicas": self.replicas > 1,
             "lora": bool(self.lora),
             "freeze": bool(self.freeze),

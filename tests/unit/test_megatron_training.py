@@ -114,7 +114,7 @@ def test_models_that_are_mapped_need_the_package(about: PreTrainedConfig, monkey
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (("--parallel.context", "2"), r"parallel.context = 2, which takes TransformerEngine"),
+        (("--parallel.context", "2"), r"parallel.context was not tried"),
         (("--replicas", "2"), r"replicas was not tried"),
         (("--lora",), r"lora was not tried"),
         (("--freeze", "*norm*"), r"freeze was not tried"),
