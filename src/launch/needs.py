@@ -128,9 +128,7 @@ def rank_need(
     kept = footprint.kept.bytes(rows, tokens) // shared
     again = footprint.layer.bytes(rows, tokens) // shared
     scored = -(-rows * tokens // (shared * config.parallel.tensor))
-    logits = scored * footprint.vocabulary
-    if whole.scores_in_chunks:
-        logits = min(logits, chunk_logits)
+    logits = min(scored * footprint.vocabulary, chunk_logits)
     head = footprint.head or footprint.embeddings
     on_ranks = f" on {shared} ranks" if shared > 1 else ""
     exchanged = 0
@@ -155,13 +153,11 @@ def rank_need(
 class _RankParts(NamedTuple):
     """What a rank needs whatever it computes, by the backend.
 
-    ahead: bytes of a layer that is gathered while another one computes. scores_in_chunks: whether the logits
-    of some tokens are there at a time, and not those of all.
+    ahead: bytes of a layer that is gathered while another one computes.
     """
 
     parts: list[MemoryPart]
     ahead: int = 0
-    scores_in_chunks: bool = True
 
 
 def _megatron(
@@ -197,7 +193,7 @@ def _megatron(
     ]
     what = "weights gathered for a layer of another model, and its head"
     parts.append(MemoryPart(what, max(gathered, default=0), counted=False))
-    return _RankParts(parts, scores_in_chunks=False)
+    return _RankParts(parts)
 
 
 def _fsdp2(

@@ -74,7 +74,7 @@ class Layout:
     rows: int = 1
     """Of a micro-batch."""
     again: bool = False
-    """Whether layers are computed once more in the backward pass."""
+    """Whether layers, and logits chunk by chunk, are computed once more in the backward pass."""
 
 
 LAYOUTS = {
@@ -153,6 +153,8 @@ def start(layout: Layout, group, folder: Path) -> TrainerState:
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
     state.begin(folder)
     state.check_model()
+    if layout.again:
+        state.scorer.chunk_logits = 3 * SIZE["vocab_size"]
     return state
 
 

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from torch.utils.checkpoint import checkpoint
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.saving.rank_shares import Tensors
@@ -42,7 +43,7 @@ from cairn.trainer.models.value_model import (
     read_values,
 )
 from cairn.trainer.packing import MicroBatch
-from cairn.trainer.scoring.head import both_of_logits
+from cairn.trainer.scoring.head import CHUNK_LOGITS, both_of_logits
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """The moments of AdamW; each is as large as the weights."""
@@ -201,6 +202,7 @@ class MegatronScorer:
     def __init__(self, model: MegatronModel):
         """Score with `model`, whose weights may change in between."""
         self.model: Any = model
+        self.chunk_logits = CHUNK_LOGITS[model.device.type]
 
     @property
     def checked(self) -> Any:
@@ -224,7 +226,7 @@ class MegatronScorer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`logprobs`, and, if asked for, the entropies of the distributions of these tokens, likewise.
 
-        Entropies take all logits of the learned tokens on each rank.
+        For entropies, each rank has all logits of a chunk of the learned tokens.
         """
         return self.model.stages.once(
             self.model.gpt, lambda: self._here(micro, temperature, entropies=entropies)
@@ -246,14 +248,34 @@ class MegatronScorer:
     def _values(
         self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropies: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is wanted of the learned tokens, float32 [L], of the hidden states before them, [L, H]."""
-        logits = self.model.head(hidden)
+        """What is wanted of the learned tokens, float32 [L], of the hidden states before them, [L, H].
+
+        A larger number of logits than `chunk_logits` is computed in chunks, and again in the backward pass.
+        """
+        weight = self.model.head_weight()  # whose gradient is the sum over all chunks, before it is rounded
+        gathered = self.model.tensor.size if entropies else 1
+        rows = max(self.chunk_logits // (len(weight) * gathered), 1)
+        score = partial(self._chunk, weight=weight, temperature=temperature, entropies=entropies)
+        if len(hidden) > rows and torch.is_grad_enabled():
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        pieces = zip(hidden.split(rows), tokens.split(rows), strict=True)
+        found: torch.Tensor = torch.cat([score(*piece) for piece in pieces], 1)
+        return found[0], found[1] if entropies else None
+
+    def _chunk(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        temperature: float,
+        entropies: bool,
+    ) -> torch.Tensor:
+        """Logprobs of some of the tokens, and entropies if they are wanted: float32 [1 or 2, l]."""
+        logits = self.model.head(hidden, weight)
         if entropies:
-            whole = gather_from_tensor_model_parallel_region(logits)
-            both = both_of_logits(whole, tokens, temperature)
-            return both[0], both[1]
+            return both_of_logits(gather_from_tensor_model_parallel_region(logits), tokens, temperature)
         # A copy of the logits, which the function changes in place.
-        return -vocab_parallel_cross_entropy(logits.float() / temperature, tokens), None
+        return -vocab_parallel_cross_entropy(logits.float() / temperature, tokens)[None]
 
 
 def _everywhere(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -310,7 +332,7 @@ class MegatronRewarder(MegatronScorer):
     def _values(
         self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropies: bool
     ) -> tuple[torch.Tensor, None]:
-        return self.model.head(hidden)[:, 0], None
+        return self.model.head(hidden, self.model.head_weight())[:, 0], None
 
 
 class HiddenNumbers(MegatronScorer):

@@ -233,16 +233,18 @@ class MegatronModel(torch.nn.Module):
             return Outputs(None, tuple(routed))
         return Outputs(found[0], tuple(routed))
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states [L, H], this rank's part of the vocabulary's logits, [L, V / ranks]; or values,
-        float32 [L, 1], on all ranks that share matrices."""
+    def head_weight(self) -> torch.Tensor:
+        """As `head` takes it: [V / ranks, H], or [1, H] for values."""
         tied = self.gpt.share_embeddings_and_output_weights
         weight = self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        return weight.float() if self.head_in_float32 or self.gives_values else weight
+
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [L, H], this rank's part of the vocabulary's logits, [L, V / ranks]; or values,
+        [L, 1], on all ranks that share matrices."""
         if not self.gives_values:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        if self.head_in_float32 or self.gives_values:
-            hidden, weight = hidden.float(), weight.float()
-        return torch.nn.functional.linear(hidden, weight)
+        return torch.nn.functional.linear(hidden.to(weight.dtype), weight)
 
 
 @dataclass
