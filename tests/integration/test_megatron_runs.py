@@ -23,8 +23,9 @@ from runs import (
 pytest.importorskip("megatron.core", reason="install the dependency group megatron")
 
 pytestmark = pytest.mark.timeout(900)
-STAGES = ("--backend", "megatron", "--workers", 3, "--parallel.pipeline", 3)
+STAGES = ("--backend", "megatron", "--workers", 3, "--parallel.pipeline", 3, "--activation-checkpointing")
 """The example's model has three layers."""
+REFERENCE = ("--trainer.kl.coef", 0.1, "--trainer.kl.reference", "start")
 FILES = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
 
 
@@ -54,7 +55,7 @@ def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell
 @pytest.mark.parametrize(
     ("how", "ranks", "way"),
     [
-        ("pipeline", 3, ("--trainer.weight-transport", "network")),
+        ("pipeline", 3, ("--trainer.weight-transport", "network", *REFERENCE)),
         ("tensor", 2, ()),
         ("tensor", 2, ("--trainer.weight-transport", "network", "--trainer.weight-encoding", "delta")),
     ],
@@ -62,7 +63,8 @@ def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell
 def test_a_server_gets_the_policies_that_several_ranks_train(
     shell: Shell, server: Server, trained: Path, tmp_path: Path, how: str, ranks: int, way: tuple[str, ...]
 ):
-    """What it finds of each token is what the trainer finds, so it has the trainer's weights."""
+    """What it finds of each token is what the trainer finds, so it has the trainer's weights. A reference that
+    FSDP2 has on the same ranks is what the policy was."""
     run = tmp_path / "run"
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
@@ -73,6 +75,8 @@ def test_a_server_gets_the_policies_that_several_ranks_train(
     found = whole_rows(run, 4)
     assert all(row["mismatch/logprob"] < 1e-4 for row in found)
     assert all(row["grad_norm"] > 0 for row in found)
+    if way[-4:] == REFERENCE:
+        assert abs(found[0]["kl/reference"]) < 1e-6 < found[-1]["kl/reference"]
     before, after = (tensors(step_folder(run, 4)), tensors(step_folder(trained, 200)))
     name = "model/model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(before[name], after[name])

@@ -164,7 +164,8 @@ class MegatronModel(torch.nn.Module):
                 post_process=self.stages.last,
             ).to(group.device, compute)  # norms are made in float32
             if self.gives_values and self.stages.last:
-                gpt.output_layer = OneOutput(about.hidden_size, device=group.device, dtype=compute)
+                head: Any = OneOutput(about.hidden_size, device=group.device, dtype=compute)
+                gpt.output_layer = head
             if "num_moe_experts" in kind and group.device.type == "cpu":
                 for block in gpt.decoder.layers:
                     own: Any = block.mlp
