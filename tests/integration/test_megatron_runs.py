@@ -63,8 +63,8 @@ def test_stages_train_as_one_rank_does_and_survive_the_death_of_one(shell: Shell
 def test_a_server_gets_the_policies_that_several_ranks_train(
     shell: Shell, server: Server, trained: Path, tmp_path: Path, how: str, ranks: int, way: tuple[str, ...]
 ):
-    """What it finds of each token is what the trainer finds, so it has the trainer's weights. A reference that
-    FSDP2 has on the same ranks is what the policy was."""
+    """What it finds of each token is what the trainer finds, so it has the trainer's weights. A reference
+    that FSDP2 has on the same ranks is what the policy was."""
     run = tmp_path / "run"
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),

@@ -277,10 +277,10 @@ class PackedRows(PackedSeqParams):
 class HeadsAttention(torch.nn.Module):
     """Attention of the heads that this rank has of a layer, as FSDP2's layers have it computed."""
 
-    def __init__(self, config: TransformerConfig, **about: Any):
+    def __init__(self, config: Any, **about: Any):
         """Take what megatron-core tells its own attention, of which the size of heads counts."""
         super().__init__()
-        self._scale = config.kv_channels**-0.5  # pyright: ignore[reportOptionalOperand] (it is set)
+        self._scale: float = config.kv_channels**-0.5
 
     def forward(
         self,
