@@ -48,8 +48,13 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """Train only while the servers sleep; rl --colocate sets it."""
 
     def _not_with_megatron(self) -> str | None:
-        untried = [name for name in ("colocated", "router_replay") if getattr(self, name)]
-        return f"{untried[0]} was not tried" if untried else super()._not_with_megatron()
+        stages = self.parallel.pipeline
+        if self.router_replay and self.activation_checkpointing and stages > 1:
+            return (
+                f"router_replay, beside activation_checkpointing and parallel.pipeline = {stages}, does not "
+                "go: layers are computed again when the experts of later micro-batches are known,"
+            )
+        return "colocated was not tried" if self.colocated else super()._not_with_megatron()
 
     def published_as(self, *, gpu: bool) -> str:
         """The data type in which servers get policies from a trainer on a GPU or CPU."""

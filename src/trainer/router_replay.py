@@ -156,7 +156,8 @@ class _Choice(TorchFunctionMode):
 def routed_blocks(model: PreTrainedModel) -> list[Routed]:
     """The blocks of a model that send tokens to experts, in the order of its decoder layers.
 
-    Whether it is laid out over ranks makes no difference.
+    Whether it is laid out over ranks makes no difference. The attribute `first_layer` of a stage says which
+    layer its first one is.
 
     Raises:
         UsageError: there are none, or they differ in their numbers of experts.
@@ -165,6 +166,7 @@ def routed_blocks(model: PreTrainedModel) -> list[Routed]:
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = next((number for name in COUNTS if (number := getattr(config, name, None))), None)
     found: list[Routed] = []
+    first: int = getattr(model, "first_layer", 0)
     for name, _ in model.named_modules():
         before, _, last = name.rpartition(".")
         numbers = [part for part in before.split(".") if part.isdecimal()]
@@ -173,7 +175,7 @@ def routed_blocks(model: PreTrainedModel) -> list[Routed]:
                 raise _refused(
                     model, "its config.json does not say how many experts a layer and a token have"
                 )
-            found.append(Routed(model.get_submodule(before), int(numbers[-1]), experts, chosen))
+            found.append(Routed(model.get_submodule(before), first + int(numbers[-1]), experts, chosen))
     if not found:
         raise _refused(model, "its layers have no experts; leave it out")
     if len({routed.layer for routed in found}) < len(found):

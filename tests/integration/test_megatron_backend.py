@@ -25,7 +25,7 @@ from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.needs import rank_need
-from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
+from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample, Sampling
 from cairn.run.messages import Attempt
 from cairn.trainer.frozen.model import TeacherModels
 from cairn.trainer.group import RankGroup
@@ -35,6 +35,7 @@ from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.footprint import footprint_of
 from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import MicroBatch, fill_rows, make_rank_batch
+from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.tokens import scoring
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step.critic import NAME as CRITIC
@@ -55,9 +56,9 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZE),
 }
-EXPERTS = Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+MIXTURE = Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
 DENSE = tuple(MODELS)
-MODELS |= {"qwen3_moe": EXPERTS, "balanced": EXPERTS}
+MODELS |= {"qwen3_moe": MIXTURE, "balanced": MIXTURE}
 """The last one is trained with the load-balancing loss."""
 
 
@@ -287,6 +288,45 @@ def learn_from_rewards(name: str, group: RankGroup, folder: Path) -> None:
     step(again, 2, out / "one")
 
 
+REPLAYED = ("one", "data", "experts", "stages and experts", "experts, again")
+"""Layouts that also train a mixture of experts with those that a server has chosen."""
+
+
+def replay_experts(name: str, group: RankGroup, folder: Path) -> None:
+    """Two steps, in which most tokens pass through experts that the routers would not choose."""
+    layout, start = LAYOUTS[name], folder / "qwen3_moe"
+    config = TrainerConfig(
+        backend=layout.backend,
+        parallel=layout.how,
+        workers=layout.ranks,
+        optimizer={"lr": 0.01, "eps": 1e-3},
+        seq_len=24,
+        micro_batch_size=2,
+        activation_checkpointing=layout.again,
+        router_replay=True,
+    )
+    state = TrainerState(config, group, {POLICY: make_policy(start, config, group)}, TrainerProgress())
+    state.begin(start)
+    state.check_model()
+    state.scorer.replay = RouterReplay(state.policy.module)
+    data = group.layout.data
+    for number in (1, 2):
+        draw, samples = np.random.default_rng(number), make_batch(number).samples
+        for place, sample in enumerate(samples):
+            size = len(sample.token_ids)
+            chosen = np.argsort(draw.random((size, SIZE["num_hidden_layers"], 4)), -1)[..., :2]
+            known = chosen if place % 3 else np.full_like(chosen, UNKNOWN_EXPERT)
+            sample.columns[EXPERTS] = known.astype(np.int16)
+            sample.columns["logprobs"] = np.full(size, -4, np.float32)
+            sample.columns["advantages"] = draw.normal(size=size).astype(np.float32)
+        work = make_rank_batch(
+            Batch(samples, sampling=Sampling(1.0)), config, rank=data.rank, world_size=data.size
+        )
+        state.scorer.replay.check(work.micros)
+        row = train_step(state, work, number, make_loss(config.loss, None))
+        write(state, folder / f"replayed {name} after {number}", row)
+
+
 def run_rank(rank: int, ports: list[int], folder: Path) -> None:
     """What each process does, in one layout after the other; rank 0 takes part in all of them."""
     stages = [(name, None) for name in LAYOUTS] + GOES_ON
@@ -298,6 +338,8 @@ def run_rank(rank: int, ports: list[int], folder: Path) -> None:
         group = join(rank, layout.ranks, port, backend=layout.backend, **how)
         if source is None and name in REWARDED:
             learn_from_rewards(name, group, folder)
+        if source is None and name in REPLAYED:
+            replay_experts(name, group, folder)
         for model in both_have(name, source or name):
             state = start(layout, group, folder / model)
             if source is None:
@@ -432,6 +474,18 @@ def test_a_critic_a_reference_and_a_teacher_stand_beside_any_policy(found: Path,
                 torch.testing.assert_close(tensors[name], values, atol=3e-5, rtol=1e-3, msg=f"{stem} {name}")
     assert row_of(ours / "1")["kl/reference"] == pytest.approx(0, abs=1e-6)
     assert abs(row_of(ours / "2")["kl/reference"]) > 1e-4
+
+
+@pytest.mark.parametrize("layout", [name for name in REPLAYED if name != "one"])
+def test_experts_that_a_server_chose_are_replayed_as_on_one_rank(found: Path, layout: str):
+    """In every layer of every stage, for the tokens that they were chosen for."""
+    for number in (1, 2):
+        ours, right = (found / f"replayed {which} after {number}" for which in (layout, "one"))
+        assert row_of(ours) == pytest.approx(row_of(right), rel=1e-4, abs=1e-6)
+        for stem in ("model", "optimizer"):
+            tensors, expected = (load_file(where / f"{stem}.safetensors") for where in (ours, right))
+            for name, values in expected.items():
+                torch.testing.assert_close(tensors[name], values, atol=3e-5, rtol=1e-3, msg=name)
 
 
 PREFERENCES = {

@@ -134,7 +134,10 @@ def test_settings_that_do_not_go_with_it_are_refused(flags: tuple[str, ...], wha
     ("flags", "what"),
     [
         (("--colocated",), "colocated was not tried"),
-        (("--router-replay",), "router_replay was not tried"),
+        (
+            ("--router-replay", "--activation-checkpointing", "--parallel.pipeline", "2"),
+            "router_replay, beside activation_checkpointing and parallel.pipeline = 2, does not go: layers",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_in_rl_is_refused(flags: tuple[str, ...], what: str):

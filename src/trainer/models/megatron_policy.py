@@ -28,6 +28,7 @@ from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerBase
 from cairn.formats.common.value_head import WEIGHT, value_layout
 from cairn.model.hub_layout import Layout, layout_of
+from cairn.run.batches import EXPERTS
 from cairn.trainer.attention.choice import APART, BY_POSITIONS, Attention, Device, Rows
 from cairn.trainer.backends.megatron.gpt import MegatronModel, make_distributed
 from cairn.trainer.backends.megatron.parts import Shard, scattered
@@ -43,6 +44,7 @@ from cairn.trainer.models.value_model import (
     read_values,
 )
 from cairn.trainer.packing import MicroBatch
+from cairn.trainer.router_replay import RouterReplay
 from cairn.trainer.scoring.head import CHUNK_LOGITS, both_of_logits
 
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -196,8 +198,8 @@ class MegatronScorer:
 
     rows: Rows = BY_POSITIONS
     attention: Attention = APART
-    replay: None = None
-    """The model chooses its experts: the settings refuse another choice."""
+    replay: RouterReplay | None = None
+    """What has tokens pass through the experts that servers chose for them; None: the model chooses."""
 
     def __init__(self, model: MegatronModel):
         """Score with `model`, whose weights may change in between."""
@@ -237,6 +239,10 @@ class MegatronScorer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same, of this rank's stage of the model."""
         with without_gpu(micro.input_ids.device):
+            if self.replay:
+                experts = micro.columns.get(EXPERTS) if micro.tokens else None
+                # megatron-core's layers have the first tokens of all rows before the second ones.
+                self.replay.use(None if experts is None else experts.transpose(0, 1))
             hidden = self.model(micro, self.attention).hidden
             if hidden is None:  # those of the last stage come later
                 blank = torch.zeros(micro.input_ids[:, 1:].shape, device=micro.input_ids.device)

@@ -234,6 +234,11 @@ class MegatronModel(torch.nn.Module):
             return Outputs(None, tuple(routed))
         return Outputs(found[0], tuple(routed))
 
+    @property
+    def first_layer(self) -> int:
+        """The number of this rank's first layer in the whole model."""
+        return self.gpt.decoder.layers[0].layer_number - 1
+
     def head_weight(self) -> torch.Tensor:
         """As `head` takes it: [V / ranks, H], or [1, H] for values."""
         tied = self.gpt.share_embeddings_and_output_weights
