@@ -1,15 +1,15 @@
 """The process that owns the memory in which the newest steps are kept, so that it outlives ranks and driver.
 
-    python memory_owner.py < SPEC
+    python -m cairn.run.memory_owner < SPEC
 
 It makes one file in memory (memfd) for each file of SPEC, in both slots, which other processes of the user
 open through links to `/proc/PID/fd/N`. It ends, and the memory with it, when the process that SPEC names has
-died or it is killed. It imports neither Cairn nor torch: it takes a few megabytes, and starts at once.
+died or it is killed. It imports no torch: it takes a few megabytes, and starts at once.
 
 On a node of a cluster it also listens. There its files have holes: only what ranks of the node write takes
 memory. The owner of another node sends what that node's ranks have written; it goes into files in the slots
-`peer/a` and `peer/b`. Whoever connects must know the token of the run: both sides prove that with an HMAC of
-numbers that the other one has drawn. Requests and answers are JSON, and bytes follow some of them:
+`peer/a` and `peer/b`. Whoever connects must know the run's token (`connections.py`). Requests and answers are
+messages, and bytes follow some of them:
 
 - notes: the receipts and records in all slots
 - read: ranges of files; their bytes follow the answer
@@ -22,7 +22,6 @@ An owner holds a connection to the one that ends with the launcher, which has no
 
 import contextlib
 import functools
-import hmac
 import json
 import mmap
 import os
@@ -30,124 +29,21 @@ import resource
 import select
 import signal
 import socket
-import socketserver
-import struct
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from cairn.run.connections import PATIENCE_SECONDS, Listener, connect, fill, receive, send
+
 NICENESS = 10
 RECORD = "record.json"
 PEER = "peer/"
 """What the slots begin with that are another node's."""
-HANDSHAKE_SECONDS = 10.0
-PATIENCE_SECONDS = 60.0
-"""So long nothing may arrive, or a rank's receipt be missing, in the middle of a transfer."""
 RECEIPT_POLL_SECONDS = 0.01
-LARGEST_MESSAGE = 256 << 20
-NONCE = 32
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
-"""A machine that is gone is noticed after 90 seconds without traffic."""
 Spans = dict[str, list[tuple[int, int]]]
 """By file: first byte and number of bytes of ranges."""
-
-
-# What both sides of a connection need.
-
-
-def send(link: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message."""
-    text = json.dumps(message).encode()
-    link.sendall(struct.pack(">Q", len(text)) + text)
-
-
-def receive(link: socket.socket) -> dict[str, Any]:
-    """The next message.
-
-    Raises:
-        OSError: the connection has ended, or the other side says that it failed.
-    """
-    (length,) = struct.unpack(">Q", take(link, 8))
-    if length > LARGEST_MESSAGE:
-        raise OSError(f"a message of {length} bytes")
-    message = json.loads(take(link, length))
-    if "error" in message:
-        raise OSError(message["error"])
-    return message
-
-
-def take(link: socket.socket, count: int) -> bytearray:
-    """The next `count` bytes.
-
-    Raises:
-        OSError: the connection has ended.
-    """
-    data = bytearray(count)
-    fill(link, memoryview(data))
-    return data
-
-
-def fill(link: socket.socket, view: memoryview) -> None:
-    """Put the next bytes into `view`.
-
-    Raises:
-        OSError: the connection has ended.
-    """
-    while view:
-        count = link.recv_into(view)
-        if not count:
-            raise ConnectionError("the connection has ended")
-        view = view[count:]
-
-
-def connect(at: tuple[str, int], token: str, seconds: float = HANDSHAKE_SECONDS) -> socket.socket:
-    """A connection to an owner that knows `token`.
-
-    Args:
-        at: its address and port.
-
-    Raises:
-        OSError: nobody answers there in time, or it is somebody else.
-    """
-    link = socket.create_connection(at, timeout=seconds)
-    try:
-        _keep_alive(link)
-        mine = os.urandom(NONCE)
-        link.sendall(mine)
-        theirs = bytes(take(link, NONCE))
-        if not hmac.compare_digest(take(link, NONCE), _proof(token, b"owner", mine, theirs)):
-            raise PermissionError(f"{at[0]}:{at[1]} does not know the run's token")
-        link.sendall(_proof(token, b"client", mine, theirs))
-        receive(link)
-        link.settimeout(PATIENCE_SECONDS)
-    except OSError:
-        link.close()
-        raise
-    return link
-
-
-def _admits(link: socket.socket, token: str) -> bool:
-    """Whether the client at the other end of a new connection knows the token."""
-    link.settimeout(HANDSHAKE_SECONDS)
-    theirs, mine = bytes(take(link, NONCE)), os.urandom(NONCE)
-    link.sendall(mine + _proof(token, b"owner", theirs, mine))
-    if not hmac.compare_digest(take(link, NONCE), _proof(token, b"client", theirs, mine)):
-        return False
-    send(link, {})
-    _keep_alive(link)
-    return True
-
-
-def _proof(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + first + second, "sha256")
-
-
-def _keep_alive(link: socket.socket) -> None:
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE:
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def began(pid: int) -> str:
@@ -158,9 +54,6 @@ def began(pid: int) -> str:
     """
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {ticks}"
-
-
-# The process.
 
 
 class OwnedFile:
@@ -229,29 +122,6 @@ class OwnedMemory:
         for file in self.files.values():
             with contextlib.suppress(OSError):  # then pages are allocated when they are written
                 os.posix_fallocate(file.fd, 0, max(file.size, 1))
-
-    def listen(self, address: str) -> int:
-        """Answer whoever connects, in threads; returns the port."""
-        served = self
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                link: socket.socket = self.request
-                with contextlib.suppress(OSError, ValueError, struct.error):
-                    if _admits(link, served.token):
-                        served.answer(link)
-
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            request_queue_size = 128
-            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """Whoever has asked is told."""
-
-        server = Server((address, 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return server.server_address[1]
 
     def answer(self, link: socket.socket) -> None:
         """Do what is asked for on a connection, until it ends."""
@@ -371,7 +241,8 @@ def main() -> None:
     served = OwnedMemory(spec)
     _link(Path(spec["folder"]), served.links)
     address = spec.get("listen", "")
-    _write_note(Path(spec["folder"]), spec, address, served.listen(address) if address else 0)
+    port = Listener(address, served.token, served.answer).port if address else 0
+    _write_note(Path(spec["folder"]), spec, address, port)
     os.write(done, b"1")
     os.close(done)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -41,7 +41,7 @@ from cairn.checkpoint.saving.saver import SavingRank
 from cairn.checkpoint.tensors.remote_ranges import away_in_step, check_away
 from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.run import faults
-from cairn.run.memory_owner import connect, receive, send
+from cairn.run.connections import connect, receive, send
 
 HERE = "127.0.0.1"
 FILE = "model/model.safetensors"

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.run import memory_owner
+from cairn.run.connections import connect, receive, send
 from cairn.run.files import read_note
-from cairn.run.memory_owner import began, connect, receive, send
+from cairn.run.memory_owner import began
 from cairn.run.signals import stop_signals_blocked
 
 NOTE = "owner.json"
@@ -108,7 +108,7 @@ def start_owner(folder: Path, layout: str, process: int, **spec: Any) -> MemoryO
     what: dict[str, Any] = {"slots": (), "files": {}, "notes": (), **spec}
     with stop_signals_blocked():
         subprocess.run(
-            [sys.executable, "-I", "-S", memory_owner.__file__],
+            [sys.executable, "-m", "cairn.run.memory_owner"],
             input=json.dumps({"folder": str(folder), "layout": layout, "process": process, **what}).encode(),
             check=True,
             timeout=START_SECONDS,

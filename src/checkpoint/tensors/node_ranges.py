@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cairn.run.connections import connect, fill, receive, send
 from cairn.run.files import read_json, write_atomic
-from cairn.run.memory_owner import connect, fill, receive, send
 
 SCHEME = "memory://"
 
