@@ -1,25 +1,25 @@
 """The server's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
-import json
+import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from cairn.checkpoint.tensors.reader import DTYPES_IN_SETTINGS, as_memory
 from cairn.policy.checksums import merged
 from cairn.policy.delta import apply
 from cairn.policy.errors import Gone, NotThere
-from cairn.policy.network import ANSWER, DELTA, PATIENCE, SAME, WHOLE, join_pair, messages
+from cairn.policy.network import ANSWER, DELTA, PATIENCE, SAME, WHOLE, limit_waits
+from cairn.run.connections import connect, fill, receive, send
 from cairn.run.files import read_json, write_json
 from cairn.run.messages import WEIGHT_SOURCE
 
@@ -30,13 +30,14 @@ from cairn.run.messages import WEIGHT_SOURCE
 class Rank:
     """A rank's address, and its share of each tensor.
 
-    ranges: by tensor name, (first value, number of values) of each range, in row-major order. All
-    values are sent in one message, in this order.
+    ranges: by tensor name, (first value, number of values) of each range, in row-major order. All values are
+    sent in this order. token: what both sides of a connection to it have to know.
     """
 
     host: str
     port: int
     ranges: dict[str, list[tuple[int, int]]]
+    token: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Source:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the file that `read_source` reads."""
-        write_json(folder / WEIGHT_SOURCE, asdict(self))
+        """Write the file that `read_source` reads, and no other user, since it has the ranks' tokens."""
+        write_json(folder / WEIGHT_SOURCE, asdict(self), private=True)
 
 
 def read_source(folder: Path) -> Source | None:
@@ -76,10 +77,6 @@ def read_source(folder: Path) -> Source | None:
     """
     content = read_json(folder / WEIGHT_SOURCE)
     return None if content is None else TypeAdapter(Source).validate_python(content)
-
-
-# torch.distributed exports neither stores nor what process groups can do.
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 
 
 Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -119,7 +116,7 @@ class WeightReceiver:
     """Receives policies from the memory of trainers, into the host's memory.
 
     Args:
-        patience: timeout of each message.
+        patience: limit of each wait for values.
     """
 
     def __init__(self, patience: timedelta = PATIENCE):
@@ -150,11 +147,12 @@ class WeightReceiver:
         names = [name for group in groups for name in group]
         answers: list[str] = []
         rank: Rank | None = None
+        known, self._pairs = self._pairs, {}
+        keys = [(rank.host, rank.port, rank.token, *names) for rank in source.ranks]
+        _close(pair for key, pair in known.items() if key not in keys)
         try:
-            known, self._pairs = self._pairs, {}
-            for rank in source.ranks:
-                key = (rank.host, rank.port, *names)
-                self._pairs[key] = known.get(key) or _Pair(rank, names, self._patience)
+            for key, rank in zip(keys, source.ranks, strict=True):
+                self._pairs[key] = known.pop(key, None) or _Pair(rank, names, self._patience)
             pairs = list(self._pairs.values())
             try:
                 for pair in pairs:
@@ -164,12 +162,13 @@ class WeightReceiver:
                 sends = len(answers) == len(pairs) and {WHOLE, DELTA, SAME}.issuperset(answers)
                 for pair in pairs[: len(answers)]:
                     pair.go(sends)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            _close(known.values())
             self.forget()
             at = f" at {rank.host}:{rank.port}" if rank else ""
             raise NotThere(
-                f"the trainer does not answer{at}: {_first_line(error)}. If it runs, this server can't reach "
-                "that address: --trainer.weight-host names one that it reaches"
+                f"the trainer does not answer{at}: {error or type(error).__name__}. If it runs, this server "
+                "can't reach that address: --trainer.weight-host names one that it reaches"
             ) from None
         if "gone" in answers:
             raise Gone(f"the trainer already has a newer policy than that of step {source.step}")
@@ -206,6 +205,7 @@ class WeightReceiver:
 
     def forget(self) -> None:
         """Close all connections; the next request opens new ones."""
+        _close(self._pairs.values())
         self._pairs.clear()
 
 
@@ -216,26 +216,24 @@ class _Pair:
         self.rank = rank
         self._names = names
         self._patience = patience
-        self._store = dist.TCPStore(rank.host, rank.port, timeout=min(ANSWER, patience))
-        self._pair = self._store.add("pairs", 1)
-        self._request = 0
         self._answer = ""
         self._sizes: dict[str, int] | None = None
-        self._store.set(f"{self._pair}/hello", json.dumps(names))
-        self._group = join_pair(self._store, self._pair, 1, rank.host, patience)
+        self._link = connect((rank.host, rank.port), rank.token, min(ANSWER, patience).total_seconds())
+        send(self._link, {"names": names})
 
     def ask(self, step: int, base: str = "") -> str:
         """Ask for the policy after `step` steps, having the one with the digest `base`, if any; returns the
         rank's answer."""
-        self._request += 1
         self._sizes = None
-        self._store.set(f"{self._pair}/ask/{self._request}", f"{step} {base}".strip())
-        self._answer = self._store.get(f"{self._pair}/answer/{self._request}").decode()
+        limit_waits(self._link, min(ANSWER, self._patience))
+        send(self._link, {"step": step, "base": base})
+        self._answer = receive(self._link)["answer"]
         return self._answer
 
     def go(self, yes: bool) -> None:
         """Tell the rank whether to send the tensors."""
-        self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
+        send(self._link, {"go": yes})
+        limit_waits(self._link, self._patience)
 
     def delta_of(self, name: str) -> memoryview | None:
         """What the rank's values of a tensor have changed by; None: it sends the values, to be received."""
@@ -243,14 +241,12 @@ class _Pair:
             return None
         if self._answer == SAME:
             return memoryview(b"")
-        if self._sizes is None:
-            sizes = json.loads(self._store.get(f"{self._pair}/sizes/{self._request}"))
-            self._sizes = dict(zip(self._names, sizes, strict=True))
-        blocks = torch.empty(self._sizes[name], dtype=torch.uint8)
-        if len(blocks):
-            for message in messages(blocks):
-                self._group.recv([message], 0, 0).wait(self._patience)
-        return as_memory(blocks)
+        with _as_broken_off():
+            if self._sizes is None:
+                self._sizes = dict(zip(self._names, receive(self._link)["sizes"], strict=True))
+            blocks = memoryview(bytearray(self._sizes[name]))
+            fill(self._link, blocks)
+        return blocks
 
     def receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> int:
         """Get the values of `ranges` of a flat tensor, in place; returns how many bytes have come."""
@@ -258,8 +254,8 @@ class _Pair:
             return 0
         places = [flat[first : first + count] for first, count in ranges]
         together = places[0] if len(places) == 1 else flat.new_empty(sum(map(len, places)))
-        for message in messages(together):
-            self._group.recv([message], 0, 0).wait(self._patience)
+        with _as_broken_off():
+            fill(self._link, as_memory(together))
         if len(places) > 1:
             for place, values in zip(places, together.split([len(place) for place in places]), strict=True):
                 place.copy_(values)
@@ -267,9 +263,23 @@ class _Pair:
 
     def sums(self) -> dict[str, int]:
         """The rank's contributions to the checksums of the tensors that it has sent."""
-        return json.loads(self._store.get(f"{self._pair}/sums/{self._request}"))
+        with _as_broken_off():
+            return receive(self._link)["sums"]
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.close()
 
 
-def _first_line(error: Exception) -> str:
-    """An error's message, without the stack that torch puts below it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _close(pairs: Iterable[_Pair]) -> None:
+    for pair in pairs:
+        pair.close()
+
+
+@contextlib.contextmanager
+def _as_broken_off() -> Iterator[None]:
+    """For what gets the next bytes of a transfer."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise RuntimeError(f"the transfer broke off: {error or type(error).__name__}") from None

@@ -7,7 +7,6 @@ it has got with what the trainer had. Whoever does not get the policy from anoth
 trainer.
 """
 
-import atexit
 import logging
 import threading
 from collections.abc import Mapping
@@ -27,9 +26,10 @@ KEEP_SECONDS = 600.0
 
 
 def handed_on(source: Source, relay: Relay) -> Source:
-    """The same policy from a server in place of the trainer: one rank that has all of each tensor."""
+    """The same policy from a server in place of the trainer: one rank that has all of each tensor, and the
+    token of the trainer's first one."""
     ranges = {name: [(0, size)] if (size := prod(shape)) else [] for name, shape in source.shapes.items()}
-    return replace(source, ranks=[Rank(relay.host, relay.port, ranges)])
+    return replace(source, ranks=[Rank(relay.host, relay.port, ranges, source.ranks[0].token)])
 
 
 class PolicyRelay:
@@ -42,7 +42,6 @@ class PolicyRelay:
     def __init__(self, keep_seconds: float = KEEP_SECONDS):
         self._keep_seconds = keep_seconds
         self._sender: _Relaying | None = None
-        atexit.register(self.end)  # threads that wait for a server would end the process with an error
 
     def offer(
         self, source: Source, tensors: Mapping[str, torch.Tensor], sums: Mapping[str, int], route: Route
@@ -60,7 +59,7 @@ class PolicyRelay:
         if not route.children:
             return None
         try:
-            self._sender = _Relaying(tensors, sums, route, self._keep_seconds)
+            self._sender = _Relaying(tensors, sums, route, source.ranks[0].token, self._keep_seconds)
         except (OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             logger.warning("others can't get the policy from here, at %s: %s", route.host, reason)
@@ -80,11 +79,16 @@ class _Relaying(WeightSender):
     """Sends one policy to some servers, each of which it tells the trainer's checksums."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], sums: Mapping[str, int], route: Route, seconds: float
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        sums: Mapping[str, int],
+        route: Route,
+        token: str,
+        seconds: float,
     ):
         self._sums = dict(sums)
         self._left = route.children
-        super().__init__(tensors, rank=0, host=route.host)
+        super().__init__(tensors, rank=0, host=route.host, token=token)
         self._timer = threading.Timer(seconds, self.let_go, [0.0])
         self._timer.daemon = True
         self._timer.start()

@@ -1,23 +1,20 @@
-# torch.distributed exports neither stores nor what process groups can do.
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 """The trainer's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
 import contextlib
-import itertools
-import json
 import logging
+import secrets
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 
 from cairn.checkpoint.tensors.host_staging import HostCopies, Outlet, copies_from
 from cairn.checkpoint.tensors.placement import Share, Stored, made_together, share_of
+from cairn.checkpoint.tensors.reader import as_memory
 from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.delta import RankDelta
 from cairn.policy.network import (
@@ -27,19 +24,14 @@ from cairn.policy.network import (
     PATIENCE,
     SAME,
     WHOLE,
-    host_store,
-    join_pair,
+    limit_waits,
     messages,
 )
 from cairn.policy.receiver import Rank, Source
+from cairn.run.connections import Listener, receive, send
 
 logger = logging.getLogger(__name__)
 
-MEET_SECONDS = 0.05
-"""Seconds between two checks for newly connected servers."""
-FOREVER = timedelta(days=365)
-"""Timeout of the wait for a server's next request. `close` ends it by storing END under the awaited key."""
-END = "end"
 END_SECONDS = 1.0
 """Seconds that `close` waits for each thread."""
 WITHDRAW_SECONDS = 300.0
@@ -54,7 +46,8 @@ class WeightSender:
         rank: this rank's number.
         host: the address at which servers reach this rank.
         dtypes: what tensors are sent as, by name; others are sent as they are.
-        patience: timeout of each message.
+        token: what servers have to know; default: a new one.
+        patience: limit of each wait for a server.
         copies: makes what copies values from given devices.
     """
 
@@ -65,6 +58,7 @@ class WeightSender:
         rank: int,
         host: str,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        token: str = "",
         patience: timedelta = PATIENCE,
         copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
     ):
@@ -79,9 +73,6 @@ class WeightSender:
             share = share_of(name, made_together(tensor), rank).owned()
             if share.ranges:
                 self._shares[name] = share
-        self._store: dist.TCPStore | None = host_store(host)
-        ranges = {name: list(share.ranges) for name, share in self._shares.items()}
-        self.here = Rank(host, self._store.port, ranges)
         self._state = threading.Condition()
         self._newest = -1
         self._delta: OfferedDelta | None = None
@@ -92,10 +83,10 @@ class WeightSender:
         update.
         """
         self._readers: set[_Reading] = set()
-        self._ended = False
-        self._awaited: set[str] = set()
-        self._threads = [threading.Thread(target=self._meet, daemon=True)]
-        self._threads[0].start()
+        token = token or secrets.token_hex(32)
+        self._listener = Listener(host, token, self._attend)
+        ranges = {name: list(share.ranges) for name, share in self._shares.items()}
+        self.here = Rank(host, self._listener.port, ranges, token)
 
     @property
     def shares(self) -> dict[str, tuple[Share, torch.dtype]]:
@@ -144,67 +135,31 @@ class WeightSender:
                 self._readers.clear()
 
     def close(self) -> None:
-        """Stop answering servers, and end the threads."""
-        if self._store is None:
-            return
+        """Stop answering servers, and end the threads: a server that asks fails at once."""
         self.withdraw()
-        with self._state:
-            self._ended = True
-        for key in list(self._awaited):
-            self._store.set(key, END)
-        for thread in self._threads:
-            thread.join(END_SECONDS)
-        self._store = None  # closes the store, so that a server that asks fails at once
+        self._listener.close(END_SECONDS)
 
-    def _meet(self) -> None:
-        """Start a thread for each server that connects."""
-        store = self._client()
-        while not self._ended:
-            for pair in range(len(self._threads), store.add("pairs", 0) + 1):
-                self._threads.append(threading.Thread(target=self._attend, args=(pair,), daemon=True))
-                self._threads[-1].start()
-            time.sleep(MEET_SECONDS)
-
-    def _attend(self, pair: int) -> None:
-        """Answer one server's requests until one fails."""
+    def _attend(self, link: socket.socket) -> None:
+        """Answer a server's requests until one fails."""
         try:
-            store = self._client()
-            names = json.loads(store.get(f"{pair}/hello"))
-            group = join_pair(store, pair, 0, self.here.host, self._patience)
+            limit_waits(link, self._patience)
+            names: list[str] = receive(link)["names"]
             outlet = Outlet(self._make_copies(self._devices), MESSAGE_BYTES)
             with contextlib.closing(outlet), outlet.running():
-                for request in itertools.count(1):
-                    asked = self._next(store, f"{pair}/ask/{request}")
-                    if asked == END:
+                while True:
+                    limit_waits(link, None)
+                    try:
+                        asked = receive(link)
+                    except ConnectionError:  # the server has ended, or `close` was called
                         return
-                    step, _, base = asked.partition(" ")
-                    with self._reading(int(step), base) as reading:
-                        store.set(f"{pair}/answer/{request}", reading.answer)
-                        store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
-                        if store.get(f"{pair}/go/{request}") != b"yes":
-                            continue
-                        if (delta := reading.delta) is None:
-                            sums = self._sent(names, self._send(group, names, reading, outlet))
-                        else:
-                            if reading.answer == DELTA:
-                                sizes = [len(delta.rank.blocks.get(name, b"")) for name in names]
-                                store.set(f"{pair}/sizes/{request}", json.dumps(sizes))
-                                self._send_delta(group, names, delta.rank)
-                            sums = {name: delta.rank.sums[name] for name in names if name in delta.rank.sums}
-                        store.set(f"{pair}/sums/{request}", json.dumps(sums))
-        except RuntimeError as error:  # a living server connects again
-            # Not the error itself: whoever kept it would keep the connection open.
+                    limit_waits(link, 2 * ANSWER)
+                    with self._reading(asked["step"], asked["base"]) as reading:
+                        send(link, {"answer": reading.answer})
+                        if receive(link)["go"]:
+                            limit_waits(link, self._patience)
+                            send(link, {"sums": self._send(link, names, reading, outlet)})
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # a living server connects again
             logger.warning("closing the connection to a server: %s", str(error).partition("\n")[0])
-
-    def _next(self, store: dist.TCPStore, key: str) -> str:
-        """The server's next request, under `key`; END if `close` was called."""
-        with self._state:
-            self._awaited.add(key)
-            if self._ended:
-                return END
-        store.wait([key], FOREVER)
-        self._awaited.discard(key)
-        return store.get(key).decode()
 
     @contextlib.contextmanager
     def _reading(self, asked: int, base: str) -> Iterator["_Reading"]:
@@ -228,13 +183,23 @@ class WeightSender:
 
     @torch.no_grad()
     def _send(
-        self,
-        group: "dist.ProcessGroupGloo",
-        names: list[str],
-        reading: "_Reading",
-        outlet: Outlet,
+        self, link: socket.socket, names: list[str], reading: "_Reading", outlet: Outlet
     ) -> dict[str, int]:
-        """Send this rank's share of each tensor; returns their checksums."""
+        """Send what was answered of these tensors; returns their checksums, as the server is told them."""
+        if (delta := reading.delta) is None:
+            return self._sent(names, self._send_shares(link, names, reading, outlet))
+        if reading.answer == DELTA:
+            blocks = [delta.rank.blocks.get(name, b"") for name in names]
+            send(link, {"sizes": list(map(len, blocks))})
+            for changes in blocks:
+                for first in range(0, len(changes), MESSAGE_BYTES):
+                    link.sendall(memoryview(changes)[first : first + MESSAGE_BYTES])
+        return {name: delta.rank.sums[name] for name in names if name in delta.rank.sums}
+
+    def _send_shares(
+        self, link: socket.socket, names: list[str], reading: "_Reading", outlet: Outlet
+    ) -> dict[str, int]:
+        """Send this rank's share of each tensor; returns what it contributes to their checksums."""
         sums: dict[str, torch.Tensor] = {}
         shares = self._shares
         if reading.is_over:
@@ -243,26 +208,15 @@ class WeightSender:
             if share := shares.get(name):
                 values = share.flat().to(self._dtypes[name])
                 for message in messages(values):
-                    group.send([outlet.bring(message)], 1, 0).wait(self._patience)
+                    link.sendall(as_memory(outlet.bring(message)))
                     if reading.is_over:
                         raise RuntimeError("it took too long, and the policy changes now")
                 sums[name] = share_contribution(share, values)
         return as_numbers(sums)
 
-    def _send_delta(self, group: "dist.ProcessGroupGloo", names: list[str], delta: RankDelta) -> None:
-        """Send the blocks of each tensor."""
-        for name in names:
-            if blocks := delta.blocks.get(name):
-                for message in messages(torch.frombuffer(bytearray(blocks), dtype=torch.uint8)):
-                    group.send([message], 1, 0).wait(self._patience)
-
     def _sent(self, names: list[str], contributions: dict[str, int]) -> dict[str, int]:
         """What a server that has got these tensors is told of their checksums: what this rank contributes."""
         return contributions
-
-    def _client(self) -> dist.TCPStore:
-        """A connection for the calling thread: on a shared one, a waiting thread would block the others."""
-        return dist.TCPStore(self.here.host, self.here.port, timeout=self._patience)
 
 
 @dataclass(frozen=True)

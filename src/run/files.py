@@ -32,16 +32,20 @@ def naming(path: Path) -> Generator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_atomic(path: Path, data: bytes, *, durable: bool = False, private: bool = False) -> None:
     """Write `data` so that a reader sees the old file or the new one, never half of it.
 
-    With `durable` it also survives a power cut: the file and its folder are fsynced.
+    Args:
+        durable: it also survives a power cut: the file and its folder are fsynced.
+        private: no other user may read it.
     """
     # Two threads of a process, such as a signal's and a watcher's, may write one file at a time.
     temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with naming(path):
         try:
             with open(temporary, "wb") as file:
+                if private:
+                    os.fchmod(file.fileno(), 0o600)
                 file.write(data)
                 if durable:
                     file.flush()
@@ -55,9 +59,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
             sync(path.parent)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write `value` as indented JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode(), durable=durable)
+def write_json(path: Path, value: Any, *, durable: bool = False, private: bool = False) -> None:
+    """Write `value` as indented JSON, as `write_atomic` does."""
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode(), durable=durable, private=private)
 
 
 def read_json(path: Path, shape: type[T] = object) -> T | None:

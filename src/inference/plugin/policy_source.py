@@ -240,6 +240,8 @@ class PolicyReader:
             for name, sent in receiver.sent.items():
                 if sums[name] != sent:
                     raise NotHeld(f"checksum of {name} as it came from the trainer")
+            if route.parent is not None:
+                receiver.forget()
 
         return checked(), lambda: receiver.nbytes
 
