@@ -155,6 +155,10 @@ def _starts_vllm(name: str, arguments: tuple[object, ...]) -> bool:
     return name == "inference" or (name == "rl" and not any("inference-url" in str(a) for a in arguments))
 
 
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+"""Addresses that no other machine reaches."""
+
+
 class Command:
     """One of Cairn's commands as a process. As a context manager it leaves no process behind."""
 
@@ -216,12 +220,12 @@ class Command:
             assert time.monotonic() < end, f"waited {deadline:g} s; it printed:\n{self.output}"
             time.sleep(0.01)
 
-    def listening(self) -> set[str]:
-        """The addresses at which its processes are seen to listen."""
+    def listening(self) -> set[tuple[str, int]]:
+        """The addresses and ports at which its processes are seen to listen."""
         self.family()
         pids = {self.process.pid} | {pid for pid, _ in self.survivors()}
         found = psutil.net_connections("inet")
-        return {c.laddr.ip for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN}
+        return {(c.laddr.ip, c.laddr.port) for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN}
 
     def family(self) -> set[tuple[int, str]]:
         """All descendants seen so far, as process id and start time; call it regularly.

@@ -25,6 +25,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_RANK)
 HEADS = {"lm_head", "embed_tokens"}
 EXPERTS_SCHEDULER = "cairn.inference.plugin.routed_experts.ExpertsScheduler"
 """What has a server on a CPU tell the experts of tokens."""
+MEETS_HERE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+"""Where the engine's own processes meet, which ask for no token. vLLM would take the address towards the
+internet, and gloo the one that the machine's name stands for."""
 
 
 def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
@@ -75,7 +78,7 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
         # A prompt in several chunks kills vLLM's CPU engine if the request has a seed.
         argv += ["--no-enable-chunked-prefill"]
         env |= {
-            "VLLM_HOST_IP": "127.0.0.1",
+            **MEETS_HERE,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
             "OMP_NUM_THREADS": str(config.threads),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -86,8 +89,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
             argv += ["--scheduler-cls", EXPERTS_SCHEDULER, "--no-async-scheduling"]
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
-        # Where the engine's own processes meet: vLLM would take the address towards the internet.
-        env["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or "127.0.0.1"
+        if not os.environ.get("VLLM_HOST_IP"):
+            env |= MEETS_HERE
         if config.return_experts:
             argv += ["--enable-return-routed-experts"]
         if config.colocated:  # puts weights and KV cache where they can be freed; on a CPU nothing is

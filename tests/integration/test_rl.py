@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import statistics
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import pytest
 import torch
 from runs import (
     CONFIGS,
+    DEADLINE,
+    LOOPBACK,
     Finished,
     Server,
     Shell,
@@ -41,9 +44,10 @@ from cairn.api.reading import load_checkpoint
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.policy.generation import Generation, SamplingParams
+from cairn.policy.receiver import read_source
 from cairn.run.batches import batch_path, read_batch
 from cairn.run.directory import RunDirectory
-from cairn.run.messages import BatchHeader
+from cairn.run.messages import WEIGHT_SOURCE, BatchHeader
 from cairn.run.seeds import answer_seed
 
 pytestmark = pytest.mark.timeout(900)
@@ -536,7 +540,8 @@ def assert_proven(run: Path, last: int, found: list[dict]) -> None:
 def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
-    """One step of staleness, answers asked for in pieces of four tokens, the orchestrator killed between."""
+    """One step of staleness, answers asked for in pieces of four tokens, the orchestrator killed between, and
+    strangers at all ports of the run."""
     run = tmp_path / "run"
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
@@ -544,12 +549,24 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
         *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
         *("--trainer.loss.importance", "token_truncate", "--trainer.weight-transport", "network"),
     )
-    with shell.start(*arguments) as command:
+    with shell.start(*arguments) as command, contextlib.ExitStack() as strangers:
         command.wait_until(lambda: len(rows(run)) >= 4)
+        ports = command.listening()
+        assert {address for address, _ in ports} <= LOOPBACK
+        published = command.wait_until(lambda: [*run.glob(f"weights/*/{WEIGHT_SOURCE}")])
+        source = read_source(published[0].parent)
+        assert source
+        assert ("127.0.0.1", source.ranks[0].port) in ports
+        for address in sorted(ports):
+            for says in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500)):
+                with contextlib.suppress(ConnectionError):
+                    stranger = strangers.enter_context(socket.create_connection(address, DEADLINE))
+                    stranger.sendall(says)
         os.kill(read(run / "roles.json")["roles"]["orchestrator"]["pid"], signal.SIGKILL)
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert "orchestrator died" in finished.output
+    assert "trainer died" not in finished.output
     found = whole_rows(run, 14)
     staleness = [row["staleness/max"] for row in found]
     assert staleness[0] == 0

@@ -49,6 +49,8 @@ def test_command_carries_the_configuration_and_no_secret(monkeypatch: pytest.Mon
     assert argv[-2:] == ["--seed", "3"]
     # The development mode would open the RL routes to everybody.
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_PLUGINS"]) == ("0", "cairn")
+    # Its processes meet on this machine, whatever address the machine's name stands for.
+    assert (env["VLLM_HOST_IP"], env["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
     assert "a secret" not in [*argv, *env.values()]
     assert "HF_HUB_OFFLINE" not in env  # not a directory, so a hub name
 
