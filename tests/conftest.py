@@ -1,7 +1,11 @@
 """What all tests share: see runs.py, groups.py and clocks.py."""
 
+import contextlib
 import ctypes
 import gc
+import importlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +21,29 @@ torch.set_num_threads(1)
 
 # How long a test takes says more about the machine than about us. Each run draws other examples.
 settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
 )
 settings.load_profile("unhurried")
 
-UNIT = Path(__file__).parent / "unit"
+HERE = Path(__file__).parent
+UNIT = HERE / "unit"
+
+
+def import_share() -> None:
+    """Of all test files, import first those that no other of pytest's processes begins with.
+
+    pytest rewrites the assertions of a file that is imported for the first time, for as much processor time
+    as all other work of collecting tests takes, and keeps the result for the next process that imports it.
+    """
+    of = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if of == 1:
+        return
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    for path in sorted(HERE.glob("*/test_*.py"))[number::of]:
+        sys.path.insert(0, str(path.parent))
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest will tell
+            importlib.import_module(path.stem)
+        sys.path.pop(0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,6 +54,7 @@ def pytest_collection() -> Iterator[None]:
     """
     gc.disable()
     try:
+        import_share()
         return (yield)
     finally:
         gc.freeze()

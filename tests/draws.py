@@ -86,6 +86,14 @@ def in_turn(promise: str, number: int, of: int) -> Callable[[Test], Test]:
     return (lambda test: test) if seed(promise) % of == number else pytest.mark.soak
 
 
+def seldom(test: Test) -> Test:
+    """A decorator for a unit test that takes seconds of processor time: every second commit has it.
+
+    All run with `-m soak`, and `scripts/test` has none of them.
+    """
+    return pytest.mark.slow(in_turn(test.__qualname__, 0, 2)(test))
+
+
 def asked(
     request: pytest.FixtureRequest, test: Callable[..., None], *parameters: str
 ) -> list[tuple[Any, ...]]:

@@ -401,6 +401,7 @@ forkable.set_forkserver_preload(
         *("toy", "cairn.trainer.models.model", "cairn.tools.ckpt_formats"),
         *("cairn.formats.dcp.dcp_writer", "cairn.formats.huggingface.hf_trainer_writer"),
         *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+        *("cairn.orchestrator.loop", "transformers.models.auto.tokenization_auto"),
     ]
 )
 

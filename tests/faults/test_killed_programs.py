@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from errands import Servers
-from runs import CONFIGS, REPOSITORY
+from runs import CONFIGS, REPOSITORY, forked
 
 from cairn.config.environment import AdvantageConfig
 from cairn.config.model import ModelConfig
@@ -27,9 +26,9 @@ from cairn.tools.audit.report import Report
 
 MODEL = REPOSITORY / CONFIGS / "model"
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
-TURNS, SAMPLES = 20, 2
+TURNS, SAMPLES = 8, 2
 POINTS = "orchestrator.turn:kill@1", "orchestrator.call:kill@1"
-AGENT_TURNS = 6
+AGENT_TURNS = 4
 AGENT = """
 import json, os, sys, urllib.request
 
@@ -103,28 +102,20 @@ def orchestrate(folder: Path, fault: str) -> None:
     asyncio.run(until_shipped())
 
 
-@pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.ForkServerContext:
-    """Starts processes that have imported all of it already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cairn.orchestrator.loop", "transformers.models.auto.tokenization_auto"])
-    return context
-
-
 def shipped(folder: Path) -> RLBatch:
     batch = configuration(folder).run_directory().batch(ATTEMPT, 1)
     assert batch is not None
     return batch
 
 
-def run(processes: multiprocessing.context.ForkServerContext, folder: Path, fault: str) -> int:
+def run(folder: Path, fault: str) -> int:
     """How an orchestrator's process has ended."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = processes.Process(target=orchestrate, args=(folder, fault))
-    process.start()
-    process.join(120)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode
+    with forked(orchestrate, folder, fault) as process:
+        process.join(120)
+        code = process.exitcode
+    assert code in (0, -signal.SIGKILL)
+    return code
 
 
 def lines(folder: Path, name: str) -> Counter[str]:
@@ -133,12 +124,12 @@ def lines(folder: Path, name: str) -> Counter[str]:
 
 
 @pytest.mark.timeout(600)
-def test_killed_at_every_turn(processes: multiprocessing.context.ForkServerContext, tmp_path: Path):
+def test_killed_at_every_turn(tmp_path: Path):
     """By SIGKILL: each tool is called once, each answer sampled once, and the batch is as undisturbed."""
     calm, stormy = tmp_path / "Errands" / "calm", tmp_path / "Errands" / "stormy"
-    assert run(processes, calm, "") == 0
+    assert run(calm, "") == 0
     deaths = 0
-    while run(processes, stormy, POINTS[deaths // TURNS % 2]) != 0:
+    while run(stormy, POINTS[deaths // TURNS % 2]) != 0:
         deaths += 1
     assert deaths == 2 * TURNS + 1  # at each turn of the first rollout and its last call, then at each call
     assert shipped(stormy).digest() == shipped(calm).digest()
@@ -150,14 +141,12 @@ def test_killed_at_every_turn(processes: multiprocessing.context.ForkServerConte
 
 
 @pytest.mark.timeout(600)
-def test_a_world_goes_on_in_the_next_process(
-    processes: multiprocessing.context.ForkServerContext, tmp_path: Path
-):
+def test_a_world_goes_on_in_the_next_process(tmp_path: Path):
     """From its snapshot: besides what was under way in one rollout when the other died, all is done once."""
     calm, stormy = tmp_path / "Trip" / "calm", tmp_path / "Trip" / "stormy"
-    assert run(processes, calm, "") == 0
+    assert run(calm, "") == 0
     deaths = 0
-    while run(processes, stormy, "orchestrator.call:kill@4") != 0:
+    while run(stormy, "orchestrator.call:kill@4") != 0:
         deaths += 1
     assert deaths == SAMPLES * (1 + TURNS) // 4
     assert shipped(stormy).digest() == shipped(calm).digest()
@@ -171,17 +160,17 @@ def test_a_world_goes_on_in_the_next_process(
 
 
 @pytest.mark.timeout(600)
-def test_agents_killed_at_every_turn(processes: multiprocessing.context.ForkServerContext, tmp_path: Path):
+def test_agents_killed_at_every_turn(tmp_path: Path):
     """Each answer is sampled once and each reward asked once; who lives on does not run an agent again."""
     calm, stormy = tmp_path / "agent" / "calm", tmp_path / "agent" / "stormy"
     for folder in (calm, stormy):
         folder.mkdir(parents=True)
         row = {"prompt": "ab", "log": str(folder / "visits")}
         (folder / "problems.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    assert run(processes, calm, "") == 0
+    assert run(calm, "") == 0
     for fault in ([POINTS[0]] * AGENT_TURNS + [POINTS[1]] * 2) * SAMPLES:  # each turn, the end, the reward
-        assert run(processes, stormy, fault) != 0, "the batch was shipped before all of it was asked"
-    assert run(processes, stormy, "") == 0
+        assert run(stormy, fault) != 0, "the batch was shipped before all of it was asked"
+    assert run(stormy, "") == 0
     assert shipped(stormy).digest() == shipped(calm).digest()
     for name in ("rewards", "requests"):
         assert lines(stormy, name) == lines(calm, name)

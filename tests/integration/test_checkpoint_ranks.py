@@ -6,6 +6,7 @@ The processes are started once and go through all of it; the tests look at what 
 """
 
 import datetime
+import functools
 import json
 import os
 import traceback
@@ -95,9 +96,13 @@ Those of `narrow` are so many short ranges that ranks exchange them.
 
 def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tensor:
     """What the whole tensor of that name is at that step: any bytes that are numbers."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}:{name}:{step}".encode()))
-    whole = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64) * 100
-    return whole.to(like.dtype)
+    return drawn(f"{kind}:{name}:{step}", tuple(like.shape), like.dtype)
+
+
+@functools.cache
+def drawn(seed: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
 def share(whole: torch.Tensor, tensor: Stored) -> torch.Tensor:

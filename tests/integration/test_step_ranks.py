@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import draws
 import numpy as np
@@ -91,9 +92,7 @@ WORLDS: dict[int, dict[str, dict[str, int]]] = {
 }
 """How the ranks of so many processes are laid out, one time after the other."""
 NAMES = [world for worlds in WORLDS.values() for world in worlds]
-EACH_COMMIT = ["one", "two", "tensor", "expert and tensor"]
-"""All processes have a part of each layer; and the two axes that cut the same layers."""
-CHOSEN = draws.cases(NAMES, "layouts of a step", 2, always=EACH_COMMIT)
+CHOSEN = draws.cases(NAMES, "layouts of a step", 3, always=["one", "two"])
 
 
 def models_in(world: str) -> list[str]:
@@ -165,27 +164,22 @@ class Watching(PPOClip):
                     yield parameter.unsharded_accumulated_grad
 
 
-def run_rank(
-    rank: int, ranks: int, worlds: list[str], ports: dict[str, int], folder: Path, families: list[str]
-) -> None:
-    """What every rank does in each layout; two of them also try whether they can share rows."""
-    for world in worlds:
-        run_in(world, join(rank, ranks, ports[world], **WORLDS[ranks][world]), folder)
-    if families and ranks == 2:
-        group = join(rank, ranks, ports["families"], context=2)
+def divide(rank: int, axis: str, *families_port_and_folder: Any) -> None:
+    """What two ranks do to find whether they can share the rows or the layers of families."""
+    *families, port, folder = families_port_and_folder
+    if axis == "context":
+        group = join(rank, 2, port, context=2)
         found = {family: problem_of_sharing(family, folder / family, group) for family in families}
-        group.leave()
-        problems = {"context": found}
-        for axis, how in DIVIDED.items():
-            group = join(rank, ranks, ports[axis], **how)
-            problems[axis] = {
-                family: problem_of_dividing(family, folder / f"{family} by {axis}", group)
-                for family in dict.fromkeys([*families, IN_BFLOAT16])
-                if axis != "both" or family not in UNDEALT
-            }
-            group.leave()
-        if rank == 0:
-            (folder / "families.json").write_text(json.dumps(problems))
+    else:
+        group = join(rank, 2, port, **DIVIDED[axis])
+        found = {
+            family: problem_of_dividing(family, folder / f"{family} by {axis}", group)
+            for family in dict.fromkeys([*families, IN_BFLOAT16])
+            if axis != "both" or family not in UNDEALT
+        }
+    group.leave()
+    if rank == 0:
+        (folder / f"families by {axis}.json").write_text(json.dumps(found))
 
 
 def problem_of_sharing(family: str, folder: Path, group: RankGroup) -> str | None:
@@ -261,9 +255,9 @@ def assert_same_bits_in_bfloat16(
     assert torch.equal(found, expected)
 
 
-def run_in(world: str, group: RankGroup, folder: Path) -> None:
-    """The first rank writes down what came out."""
-    rank, ranks = group.rank, group.world_size
+def run_in(rank: int, ranks: int, world: str, port: int, folder: Path) -> None:
+    """What every rank does in a layout; the first writes down what came out."""
+    group = join(rank, ranks, port, **WORLDS[ranks][world])
     ranks_agree(group)
     if ranks > 1:
         kind = "experts" if "expert" in world else "untied"
@@ -429,9 +423,31 @@ def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[d
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what the ranks found in each layout that a test asks for."""
-    sharing = test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not
-    families = [family for (family,) in draws.asked(request, sharing, "family")]
+    """The folder with what the ranks found in each layout that a test asks for, and handed on to others.
+
+    The same processes go through all of it: most of what a rank costs is what PyTorch does for the first time
+    in its process.
+    """
+    folder = tmp_path_factory.mktemp("step")
+    for name, config in MODELS.items():
+        random_model(config).save_pretrained(folder / name)
+    plan = [*stages_of_steps(request), *stages_of_changes(request)]
+    ports = [free_port() for _ in plan]
+    started = start_ranks(take_part, plan, ports, folder, world_size=max(ranks for ranks, _, _ in plan))
+    while not started.join():
+        pass
+    return folder
+
+
+Stage = tuple[int, Callable[..., None], tuple[Any, ...]]
+"""How many ranks call a function, and what it is given after the rank."""
+
+
+def stages_of_steps(request: pytest.FixtureRequest) -> list[Stage]:
+    """Steps in each layout, and what two ranks can share."""
+    families = draws.asked(
+        request, test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not, "family"
+    )
     names = {"one"}
     for test in (
         test_any_ranks_make_the_step_of_one,
@@ -439,32 +455,26 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         test_any_ranks_train_the_same_adapter,
     ):
         names.update(world for (world,) in draws.asked(request, test, "world"))
-    folder = tmp_path_factory.mktemp("step")
-    for name, config in MODELS.items():
-        random_model(config).save_pretrained(folder / name)
-    for ranks, worlds in WORLDS.items():
-        chosen = [world for world in worlds if world in names]
-        if chosen or families:
-            ports = {world: free_port() for world in (*chosen, "families", *DIVIDED)}
-            started = start_ranks(run_rank, ranks, chosen, ports, folder, families, world_size=ranks)
-            while not started.join():
-                pass
-    return folder
+    stages: list[Stage] = [
+        (ranks, run_in, (ranks, world))
+        for ranks, worlds in WORLDS.items()
+        for world in worlds
+        if world in names
+    ]
+    if families:
+        stages += [(2, divide, (axis, *(family for (family,) in families))) for axis in ("context", *DIVIDED)]
+    return stages
 
 
-Stage = tuple[int, Callable[..., None], tuple[str, ...]]
-"""How many ranks call a function, and what it is given after the rank."""
-
-
-def go_through(plan: list[Stage], folder: Path) -> None:
-    """Go through all stages with the same processes, which join another group for each.
-
-    Most of what a rank costs is what PyTorch does for the first time in its process.
-    """
-    ports = [free_port() for _ in plan]
-    started = start_ranks(take_part, plan, ports, folder, world_size=max(ranks for ranks, _, _ in plan))
-    while not started.join():
-        pass
+def stages_of_changes(request: pytest.FixtureRequest) -> list[Stage]:
+    """Steps that are saved, and what other layouts make of these."""
+    changes = [change for (change,) in draws.asked(request, test_a_run_goes_on_in_another_layout, "change")]
+    on_host = [ranks for (ranks,) in draws.asked(request, test_a_state_on_the_host_is_trained_alike, "ranks")]
+    saving = {*itertools.chain.from_iterable(changes), *on_host, *(f"{ranks} on host" for ranks in on_host)}
+    return [
+        *((ranks, save_after_a_step, (name,)) for name, (ranks, _, _) in LAYOUTS.items() if name in saving),
+        *((LAYOUTS[change[0]][0], go_on, change) for change in changes),
+    ]
 
 
 def take_part(rank: int, plan: list[Stage], ports: list[int], folder: Path) -> None:
@@ -493,14 +503,14 @@ def test_any_ranks_make_the_step_of_one(found: Path, world: str):
                 torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 4))
+@pytest.mark.parametrize("family", draws.cases(list(FAMILIES), __name__, 3))
 def test_two_ranks_can_share_rows_matrices_and_experts_or_say_why_not(found: Path, family: str):
     """And docs/reference/models.md says so."""
     refusals = {"context": UNSHARED, "tensor": UNDIVIDED, "expert": UNDEALT, "both": NOT_BOTH}
     for axis, refused in refusals.items():
         if axis == "both" and family in UNDEALT:
             continue
-        problem = json.loads((found / "families.json").read_text())[axis][family]
+        problem = json.loads((found / f"families by {axis}.json").read_text())[family]
         if family not in refused:
             assert problem is None
             continue
@@ -526,8 +536,7 @@ def test_any_ranks_train_the_same_reward_model(found: Path, world: str):
     draws.cases(
         [(name, world) for name, worlds in ADAPTED.items() for world in worlds[1:]],
         "adapters on ranks",
-        0,
-        always=[("untied", "tensor"), ("experts", "expert and tensor")],
+        1,
     ),
 )
 def test_any_ranks_train_the_same_adapter(found: Path, name: str, world: str):
@@ -678,33 +687,25 @@ GOES_ON = [
     ("expert and tensor", "expert"),
 ]
 
-GO_ON_IN_EACH_COMMIT = [
-    ("two", "two on host"),
-    ("replicas", "two"),
-    ("two", "tensor"),
-    ("expert", "replicas"),
-]
-"""With a state on the host, matrices that were cut, and experts that were apart and are together."""
-
 
 @pytest.mark.parametrize(
     "change",
     [
         pytest.param(case.values, marks=case.marks, id="-".join(case.values))
-        for case in draws.cases(GOES_ON, "changes of layouts", 2, always=GO_ON_IN_EACH_COMMIT)
+        for case in draws.cases(GOES_ON, "changes of layouts", 4)
     ],
 )
-def test_a_run_goes_on_in_another_layout(handed_on: Path, change: tuple[str, str]):
+def test_a_run_goes_on_in_another_layout(found: Path, change: tuple[str, str]):
     """What was saved is loaded byte for byte; the next step is that of a run that was never stopped."""
     layout, source = change
     for model, optimizer in trained_in(*change):
         what = f"{model} {optimizer}"
         saved, loaded = (
-            handed_on / f"{what} {name}" for name in (f"{source} after 1", f"{layout} has loaded {source}")
+            found / f"{what} {name}" for name in (f"{source} after 1", f"{layout} has loaded {source}")
         )
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert (loaded / name).read_bytes() == (saved / name).read_bytes(), what
-        after, expected = (handed_on / f"{what} {layout} after {which}" for which in (source, "2"))
+        after, expected = (found / f"{what} {layout} after {which}" for which in (source, "2"))
         if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
             assert content(after) == content(expected), what
         rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
@@ -712,29 +713,12 @@ def test_a_run_goes_on_in_another_layout(handed_on: Path, change: tuple[str, str
         assert rows[0] == pytest.approx(rows[1], rel=1e-3 if optimizer == "muon" else 1e-4), what
 
 
-@pytest.fixture(scope="module")
-def handed_on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what layouts have made of what others have saved, as far as a test asks for it."""
-    changes = [change for (change,) in draws.asked(request, test_a_run_goes_on_in_another_layout, "change")]
-    on_host = [ranks for (ranks,) in draws.asked(request, test_a_state_on_the_host_is_trained_alike, "ranks")]
-    saving = {*itertools.chain.from_iterable(changes), *on_host, *(f"{ranks} on host" for ranks in on_host)}
-    folder = tmp_path_factory.mktemp("layouts")
-    for model in ("untied", "experts"):
-        random_model(MODELS[model]).save_pretrained(folder / model)
-    stages: list[Stage] = [
-        *((ranks, save_after_a_step, (name,)) for name, (ranks, _, _) in LAYOUTS.items() if name in saving),
-        *((LAYOUTS[change[0]][0], go_on, change) for change in changes),
-    ]
-    go_through(stages, folder)
-    return folder
-
-
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_a_state_on_the_host_is_trained_alike(handed_on: Path, ranks: str, model: str, optimizer: str):
+def test_a_state_on_the_host_is_trained_alike(found: Path, ranks: str, model: str, optimizer: str):
     """Bit by bit."""
     for step in (1, 2):
         on_host, on_device = (
-            handed_on / f"{model} {optimizer} {layout} after {step}" for layout in (f"{ranks} on host", ranks)
+            found / f"{model} {optimizer} {layout} after {step}" for layout in (f"{ranks} on host", ranks)
         )
         assert content(on_host) == content(on_device)

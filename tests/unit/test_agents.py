@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 from errands import Servers
 from runs import DEADLINE, REPOSITORY
@@ -207,7 +208,7 @@ def test_an_agent_that_is_killed_after_every_turn(task: Path):
     assert (task / "run" / "logs" / "agents.log").read_text().count("was killed by SIGKILL") == 2 * 4
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_the_orchestrator_dies_at_every_turn(task: Path):
     """Agents die with it, and those that are started again go on where they were."""
     calm = work(task)
@@ -538,7 +539,7 @@ def test_a_resume_notices_other_problems_and_another_reward(task: Path, monkeypa
     assert identity() != before
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_the_example_in_the_docs_is_an_agent(task: Path):
     """With OpenAI's client, and its own tool."""
     section = (REPOSITORY / "docs" / "how-to" / "agents.md").read_text()

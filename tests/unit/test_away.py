@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from runs import flip
@@ -143,7 +144,7 @@ def test_who_does_not_know_sees_damage(step: tuple[RemoteStore, Path, Manifest],
         load_step(away, blank())
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_packed_steps_have_no_ranges(step: tuple[RemoteStore, Path, Manifest], tmp_path: Path):
     """They are refused, so that they are downloaded whole."""
     remote, _, manifest = step

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import draws
 import numpy as np
 import pytest
 from runs import ABOUT, Finished
@@ -198,7 +199,7 @@ def test_a_prune_that_is_killed_is_repeated(ckpt, store: CheckpointStore, fault:
     assert (store.steps(), store.debris(), os.listdir(store.root)) == ([6], [], ["step_6"])
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_prunes_at_once(store: CheckpointStore):
     """Each step is deleted once, and no prune fails."""
     for step in range(8, 40, 2):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import draws
 import numpy as np
 import pytest
 import recorded_runs
@@ -400,7 +401,7 @@ def test_prunes_what_is_left(ckpt, url: str, bucket: Path, model: Path, tmp_path
     assert there.verify(2)
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_many_steps_are_listed_with_few_requests(
     ckpt, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

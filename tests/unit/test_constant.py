@@ -263,7 +263,7 @@ def test_patterns_that_can_not_be_meant_are_refused(patterns: list[str], match: 
         freeze(llama(), patterns)
 
 
-@pytest.mark.slow
+@draws.seldom
 @pytest.mark.parametrize("command", draws.cases(["sft", "reward"], "patterns", 1))
 def test_patterns_are_refused_before_anything_starts(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

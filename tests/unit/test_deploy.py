@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import yaml
 from runs import REPOSITORY
@@ -175,7 +176,7 @@ def test_kuberays_own_probes_are_replaced():
     assert cluster["spec"]["rayVersion"] == importlib.metadata.version("ray")
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_ray_knows_the_flags():
     """Those that KubeRay makes of rayStartParams, and those of the launcher's pod."""
     ray = Path(sys.executable).with_name("ray")

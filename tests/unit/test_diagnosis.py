@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import draws
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -438,7 +439,7 @@ NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "drop
     "time/save", "time/save_stall"])  # fmt: skip
 
 
-@pytest.mark.slow
+@draws.seldom
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.dictionaries(NAMES, NUMBERS, max_size=12), max_size=20))
 def test_no_row_of_any_content_breaks_a_rule(contents: list[dict]):

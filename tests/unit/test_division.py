@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -80,7 +81,7 @@ def test_a_model_that_can_not_be_counted_is_tried_on_single_gpus(tmp_path: Path)
     )
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_a_dry_run_says_who_gets_what_and_why(
     eight_billion: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

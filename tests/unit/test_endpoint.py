@@ -564,7 +564,7 @@ def test_an_endpoint_that_could_not_be_started_is_started_by_the_next_rollout(
     run(test())
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_200_sessions_at_once():
     """Each hears what is its own, in its own order."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import torch
 from one_rank import joined
@@ -648,7 +649,7 @@ def test_a_model_whose_code_can_not_be_counted_starts_anyway(
     assert "memory is not estimated" in caplog.text
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_a_dry_run_prints_the_estimate(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -6,6 +6,7 @@ Its stages run on the CPU in tests/integration/test_gpus.py.
 import json
 from pathlib import Path
 
+import draws
 import pytest
 from runs import REPOSITORY
 
@@ -91,7 +92,7 @@ def run(whole, one, folder: Path) -> int:
     return whole.run("rl_files", one, folder, ["NVIDIA H100"], tiny=False)
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_a_part_is_run_once_and_held_to_claims(whole, tmp_path: Path, capsys):
     idle = part(whole, "import json; print(json.dumps({'shapes': {'8b': {'rl': {'trainer_idle': 0.8}}}}))")
     assert run(whole, idle, tmp_path) == 1

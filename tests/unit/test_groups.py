@@ -6,13 +6,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import draws
 import groups
-import pytest
 
 TESTS = Path(groups.__file__).parent
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_groups_stay_together_and_the_longest_begins_first(tmp_path: Path):
     """By a real pytest with four processes: pytest-xdist's own grouping fails without a word.
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from families import make
@@ -26,7 +27,7 @@ def step(tmp_path: Path) -> Path:
     return import_checkpoint(make("qwen3_moe", tmp_path / "hf"), tmp_path / "run", "hf")[0]
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_onnxruntime_computes_the_same(step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also for other shapes; weights lie in a file of their own above a size, and damage in it is found."""
     monkeypatch.setattr(onnx_writer, "EXTERNAL_BYTES", 1000)

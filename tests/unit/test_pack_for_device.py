@@ -7,6 +7,7 @@ import struct
 import tarfile
 from pathlib import Path
 
+import draws
 import pytest
 from runs import REPOSITORY
 
@@ -108,7 +109,7 @@ def test_archives_of_the_same_are_the_same(pack, tmp_path: Path):
         assert archive.getnames() == [".site", ".site/there", ".site/there/a.py"]
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_the_repository_is_packed_as_it_is_committed(pack, tmp_path: Path):
     pack.pack_repository(tmp_path / "tree.xz")
     with tarfile.open(tmp_path / "tree.xz") as archive:

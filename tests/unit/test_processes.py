@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import draws
 import pytest
 from runs import DEADLINE, priority_of
 
@@ -89,7 +90,7 @@ def test_whoever_shares_a_session_is_left_its_share():
         assert {share for _, _, share in priority_of(os.getpid())} == before
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_without_privileges_the_session_gets_its_share_back():
     """The niceness stays; so close together the kernel refuses the second change of a share, for a moment."""
     code = f"""
@@ -222,7 +223,7 @@ finally:
 """
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_work_that_starves_is_done_by_another_process_once_somebody_waits(tmp_path: Path):
     """Where its priority can't be raised. Before, retention that might give up steps gets it its share."""
     low, brought_forward = [True, *LOW], [True, 19, os.SCHED_OTHER, 0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets.config
+import draws
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -240,7 +241,7 @@ def forms(lines: list[str]) -> Iterator[tuple[str, bytes]]:
     yield "pretty.json", b"\xef\xbb\xbf" + ("\r\n[\n  " + "\n,\n  ".join(lines) + "\n]\n").encode()
 
 
-@pytest.mark.slow
+@draws.seldom
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=records, ending=st.sampled_from([*COMPRESS]), window=st.integers(1, 40))
 def test_any_records_come_back_from_any_form(

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import draws
 import pytest
 import torch
 from families import make
@@ -184,7 +185,7 @@ def fp8_weights(seed: int) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": torch.randn(64, 64, generator=draw).bfloat16() for name in ("up", "down")}
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_weights_quantised_on_loading_are_those_of_a_server_started_with_them(vllm_config: VllmConfig):
     """Bit for bit, and in the same places; also after an update that broke off."""
     model, expected = fp8_model(vllm_config, seed=1), fp8_model(vllm_config, seed=2)

@@ -483,7 +483,7 @@ class TestAbandoned:
         assert remote.steps() == [2, 4]
         assert len(network.uploads) == 1
 
-    @pytest.mark.slow
+    @draws.seldom
     def test_a_newer_attempt_is_left_alone(
         self, uploader: Uploader, network: BadNetwork, remote: RemoteStore
     ):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 from runs import free_port
@@ -1009,7 +1010,7 @@ class TestUploads:
         newer.end()
         assert (remote.steps(), newer.uploads.read().steps) == ([2, 8], (2, 8))
 
-    @pytest.mark.slow
+    @draws.seldom
     def test_the_rate_is_limited(self):
         """By the bytes that were read so far."""
         began = time.monotonic()

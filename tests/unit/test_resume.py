@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+import draws
 import numpy as np
 import pytest
 import runs
@@ -161,7 +162,7 @@ def all_files(original: Path) -> list[str]:
     return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_damage_to_any_file_is_found_whichever_step_was_asked_for(
     run: Path, original: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 import torch
@@ -285,7 +286,7 @@ def reinforce(
     return orchestrator.weights
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_in_rl_versions_and_batches_go_on(
     example: dict[str, Any],
     spiking: set[int],

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,7 +213,7 @@ def large(seed: int) -> Tensors:
     return {"model/model": tensors, "trainer/optimizer": {"m": torch.randn(LONG, generator=generator)}}
 
 
-@pytest.mark.slow
+@draws.seldom
 @pytest.mark.parametrize("read_back", [False, True])
 def test_a_state_that_does_not_fit_into_memory_is_saved_in_pieces(make_saver, store, read_back):
     """Twice, since the second save finds the first one's bytes in the arena."""
@@ -682,7 +683,7 @@ print("good")
 """
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_file_systems_without_direct_writes(tmp_path: Path):
     """ramfs refuses O_DIRECT: saving falls back by itself. (It is mounted in a namespace of its own.)"""
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t ramfs none "$0" && exec "$@"', str(tmp_path)]

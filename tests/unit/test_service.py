@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 import torch
@@ -278,7 +279,7 @@ def test_both_encodings_of_a_request_are_the_same_request():
     assert read_pass(text.encode(), proto=False).digest() != read[0].digest()
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_workers_share_passes_and_one_that_dies_changes_no_bit(
     base: AdapterBase, group: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -330,7 +331,7 @@ def test_workers_share_passes_and_one_that_dies_changes_no_bit(
 # What is lasting
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_a_service_that_is_ended_at_any_call_goes_on_to_the_bit(base: AdapterBase, tmp_path: Path):
     """Also with states saved rarely, with gradients on the way to an update, and the newest state damaged."""
     whole = settings(tmp_path / "whole")
@@ -371,7 +372,7 @@ def test_a_service_that_is_ended_at_any_call_goes_on_to_the_bit(base: AdapterBas
     assert same(weights(tmp_path / "broken", model), reference)
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_a_client_that_went_away_makes_room_and_comes_back_to_the_bit(base: AdapterBase, tmp_path: Path):
     """Gradients on their way to an update are there again. Heartbeats and calls that wait keep clients."""
 
@@ -438,7 +439,7 @@ def test_a_call_that_is_sent_again_is_done_once(base: AdapterBase, tmp_path: Pat
         assert again["metrics"]["loss:sum"] != first["metrics"]["loss:sum"]
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_clients_side_by_side_get_what_each_gets_alone(base: AdapterBase, tmp_path: Path):
     """Also when there is room for one model in memory, so that each call takes its model up again."""
     found: dict[str, list[Any]] = {}
@@ -472,7 +473,7 @@ def test_a_state_saved_between_a_pass_and_its_update_is_gone_on_from(base: Adapt
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_checkpoints_are_saved_loaded_replaced_and_deleted(base: AdapterBase, tmp_path: Path):
     with Serving(settings(tmp_path), base) as service:
         client = LightClient(service.url, ALICE)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import draws
 import psutil
 import pytest
 from runs import DEADLINE, LOWEST_PORT, free_port
@@ -370,7 +371,7 @@ SIZE = "cairn.launch.slurm.servers_of_node"
 UUIDS = ",".join(f"GPU-{number}" for number in range(8))
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_sft_runs_on_all_nodes(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "4", "--slurm.interface", "lo", "--slurm.cpus-per-task", "9")
     process = job.start("sft", *flags, "--max-steps", "7")
@@ -408,7 +409,7 @@ def test_the_job_ends_its_ray(job: Job):
     assert job.calls("ray")
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "8")
     file = job.folder / "installed" / "bin" / "rl"

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 from pydantic import ValidationError
 from tiny import EXAMPLE, VOCABULARY, write_example
@@ -160,7 +161,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, start: Path):
         check_vocabulary(start, other, "x")
 
 
-@pytest.mark.slow
+@draws.seldom
 @pytest.mark.parametrize("setting", ["distill.teacher", "kl.reference", "critic.model"])
 def test_a_dry_run_says_what_the_start_would_refuse(
     tmp_path: Path,

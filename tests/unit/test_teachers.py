@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import draws
 import numpy as np
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_rewards_of_tokens_are_added_to_their_advantages(
     assert metrics["teacher/logprob_gap"] >= abs(mean)
 
 
-@pytest.mark.slow
+@draws.seldom
 def test_distillation_alone_reaches_the_teacher(group: RankGroup, folder: Path, other: Path):
     """Without rewards, from tokens that the policy itself samples."""
     config = configured(other, distill={})

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
@@ -326,7 +327,7 @@ def server_in_transfer(tmp_path: Path) -> Iterator[Callable[[WeightSender], subp
         process.wait()
 
 
-@pytest.mark.slow
+@draws.seldom
 @pytest.mark.parametrize(("end", "patience"), [(signal.SIGSTOP, 3), (signal.SIGKILL, 600)])
 def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bounded_time(
     server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals, patience: int

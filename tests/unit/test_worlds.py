@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 from clocks import LoopClock
 from errands import Servers
@@ -161,7 +162,7 @@ def interrupted(folder: Path, environment: Any, servers: Servers, **settings: An
     raise AssertionError
 
 
-@pytest.mark.slow
+@draws.seldom
 @pytest.mark.parametrize("kind", [Walk, AsyncWalk])
 def test_a_world_is_interrupted_at_every_call(kind: type[Walk], tmp_path: Path):
     """Each token is sampled once, and each new world is led through the very steps that are recorded."""
