@@ -53,6 +53,8 @@ ASLEEP = "the server is asleep"
 """How the reason begins that a sleeping server gives for its refusals, all with code 503."""
 
 
+NEVER_GIVEN = "default"
+"""The version of the weights that a server was started with."""
 NOT_LOADED = {422: WeightsRefused, 412: WeightsAltered, 410: WeightsGone, 501: WeightsRefused}
 """How a server answers a push that has failed, and what is raised."""
 
@@ -67,7 +69,7 @@ class Unauthorized(CairnError):
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What a server reports; `weight_version` is `"default"` until a push, `epoch` is new with each start."""
+    """What a server reports; `weight_version` is NEVER_GIVEN until a push, `epoch` is new with each start."""
 
     weight_version: str
     epoch: str
@@ -102,9 +104,18 @@ class ServerStatus:
     its start had loaded other values; None: after other updates, and from other files."""
     experts: bool = False
     """Whether it tells the experts that its model chooses for each token (`inference.return_experts`)."""
+    path: str | None = None
+    """The folder or URL that `weight_version` came from; None: it has had no push, or does not know."""
 
     base: dict[str, str] | None = None
     """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
+
+    @property
+    def origin(self) -> str | None:
+        """The folder or URL from which it can be given its weights again; None: there is none, or it does not
+        know."""
+        as_started = self.weight_version == NEVER_GIVEN and self.max_lora_rank is None
+        return self.model if as_started else self.path
 
     @property
     def lacks_for_replay(self) -> str | None:

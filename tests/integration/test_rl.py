@@ -168,12 +168,17 @@ def test_its_steps_are_taken_again_on_the_batches_that_it_kept(shell: Shell, hal
 def test_its_answers_are_drawn_again_and_a_flipped_bit_of_a_server_is_found(
     shell: Shell, server: Server, halves: Halves, tmp_path: Path
 ):
-    """To the bit, with the run's seeds; a bit of a weight shows in an answer, and in the server's memory."""
+    """To the bit, with the run's seeds; a bit of a weight shows in an answer, and in the server's memory. The
+    server gets its weights back, if they are still there."""
     kept, policy = KeptRollouts(halves.run / "rollouts"), RunDirectory(halves.run).attempt().version(10)
     row = next(row for row in kept.read(11) if row["failed"] is None)
     arguments = ("ckpt", "replay", halves.run, "--rollout", f"11/{row['place']}/{row['sample']}")
     arguments += ("--server", server.url, "--bound", 0)
+    checksums = push(server, step_folder(halves.run, 20) / "model", "test:given")
+    had = status(server)
     found = printed(shell.succeed(*arguments, "--json"))
+    assert status(server) == had, "it has its weights back"
+    assert server.ask(lambda client: client.weight_checksums()) == checksums
     assert (found["verdict"], found["altered"]) == ("same", [])
     assert [(one["tokens"], one["drawn_again"], one["policy"]) for one in found["spans"]] == [
         (len(row["turns"][0]["token_ids"]), True, policy)
@@ -189,6 +194,7 @@ def test_its_answers_are_drawn_again_and_a_flipped_bit_of_a_server_is_found(
         return (await client.generate(prompt, ends))[0]
 
     wrong = server.ask(answer)
+    shutil.rmtree(model)
     aside = shutil.copy(kept.path(11), tmp_path)
     table = pq.read_table(kept.path(11))
     rows_of_11 = table.to_pylist(maps_as_pydicts="strict")
@@ -202,6 +208,7 @@ def test_its_answers_are_drawn_again_and_a_flipped_bit_of_a_server_is_found(
     shutil.copy(aside, kept.path(11))
     assert ended.code == 1, ended.output
     assert "it had other weights (one flipped bit is enough)" in ended.output
+    assert f"keeps the policy that it was given last, in the place of {policy}" in ended.output
     (parameter,) = re.findall(r"the server held other values: \S*model\.(\S+)", ended.output)
     assert parameter in ("norm.weight", "layers.1.self_attn.qkv_proj.weight"), parameter
 

@@ -59,6 +59,8 @@ class CairnRoutes:
         self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
         self._one_at_a_time = asyncio.Lock()
         self._update: PolicyUpdate | None = None
+        self._given = "", ""
+        """The version that was given last, and the folder or URL that it came from."""
         self._sleep = Sleep()
         self._requests = OpenRequests()
 
@@ -123,6 +125,7 @@ class CairnRoutes:
         lora = self._engine.vllm_config.lora_config
         return {
             "weight_version": version,
+            "path": self._given[1] if self._given[0] == version else None,
             "adapter": self._updates.adapter,
             "max_lora_rank": lora and lora.max_lora_rank,
             "max_loras": lora and lora.max_loras,
@@ -179,6 +182,7 @@ class CairnRoutes:
                     version = await self._updates.take(update, noted)
                 except NotTaken as reason:
                     return failure(reason.code, str(reason))
+                self._given = version, update.path
                 relay = noted.relay and asdict(noted.relay)
                 came = {"relay": relay, "relayed": noted.relayed, "came": noted.came}
                 came |= {"start_differs": noted.start_differs}

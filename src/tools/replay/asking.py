@@ -14,9 +14,9 @@ from cairn.inference.servers import REPLAYED, GivenServers, OwnServer, Servers, 
 from cairn.inference.vllm_command import serves_on_gpus
 from cairn.model.adapters import is_adapter
 from cairn.orchestrator.rollout_log import KeptRollouts, installed_vllm
-from cairn.policy.errors import ServerUnavailable
+from cairn.policy.errors import ServerUnavailable, WeightsGone
 from cairn.policy.generation import SamplingParams, ServedAdapter
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.exits import RoleFailed
 from cairn.run.files import DamagedFile
 from cairn.run.messages import PolicyName
@@ -78,7 +78,7 @@ class RolloutReplay:
 
         Args:
             server: the address of one that runs; None: one is started.
-            take: whether the given server is taken though a run may use it.
+            take: whether the given server is taken though a run may use it. It gets its weights back.
             bound: the mean difference of logprobs that counts as rounding; None: nothing does where bits must
                 be the same, and what rounding makes in the data types elsewhere.
             work_dir: where folders are made for the time; None: beside the run directory.
@@ -95,7 +95,11 @@ class RolloutReplay:
             self.policies.weights(needed, work_dir, stage) as weights,
             self._serving(server, take, room, weights) as (url, status),
         ):
-            return run_async(self._ask_all(url, status, weights, bound))
+            try:
+                return run_async(self._ask_all(url, status, weights, bound))
+            finally:
+                if status is not None:
+                    run_async(_put_back(url, status))
 
     @contextlib.contextmanager
     def _serving(
@@ -245,6 +249,20 @@ class _Asking:
             scores = await self._client.score(tokens, self._version, adapter=self._adapter)
             replayed.logprobs, replayed.given = scores[len(span.context) - 1 :], True
         return replayed
+
+
+async def _put_back(url: str, before: ServerStatus) -> None:
+    """Give a server the weights again that it had; if that can't be, say so."""
+    had, origin = before.weight_version, before.origin
+    try:
+        async with InferenceClient(url, timeout_setting=MORE_TIME, retry_for=0) as client:
+            if (await client.status()).weight_version == had:
+                return
+            if origin is None:
+                raise WeightsGone("nobody knows where they came from")
+            await client.update_weights(origin, had)
+    except CairnError as error:
+        _tell(f"note: {url} keeps the policy that it was given last, in the place of {had}: {error}")
 
 
 def drawn_rollouts(run: RecordedRun, count: int, seed: int) -> list[RolloutKey]:
