@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,8 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 HERE = Path(__file__).parent
+LARGE = 3 << 30
+"""Bytes of a process of pytest's, which has half of that when it has imported all tests."""
 UNIT = HERE / "unit"
 
 
@@ -71,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freed_memory() -> Iterator[None]:
-    """What a module's tests have freed goes back to the system, where glibc keeps it by itself."""
+    """What a module's tests have freed goes back to the system, if it is much: glibc keeps it by itself."""
     yield
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    if psutil.Process().memory_info().rss > LARGE:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)

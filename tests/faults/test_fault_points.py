@@ -193,7 +193,7 @@ def straight_and_wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return toy.contents(run.store.folder(LAST))
 
 
-@pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("victim", ["trainer", "writer"])
 def test_a_kill_at_any_time_costs_no_step(
     victim: str, runs: int, straight_and_wide: dict[str, bytes], tmp_path: Path

@@ -183,6 +183,7 @@ def test_the_local_cluster_has_exactly_the_trainers_gpus(shell: Shell, tmp_path:
     assert '{"gpus": ["5", "7"], "spare": ["5,7", 0, 1], "all": 2.0}' in done.output
 
 
+@draws.in_turn("the trial of a machine", 0, 2)
 def test_the_trial_of_a_machine_runs_without_gpus(tmp_path: Path):
     """Its part for one GPU: the stages, but what a GPU alone can tell. The second time it is not run."""
     command = [sys.executable, "scripts/gpu_all.py", "--tiny", "--parts", "trial", "--out", tmp_path]

@@ -724,12 +724,14 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
     """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last.
 
     The server samples fewer answers at a time than a prompt has, so these are asked for in parts. One of the
-    last part is drawn again, at a server of its own, to the bit.
+    last part is drawn again, at a server of its own, to the bit. Every second commit executes all processes,
+    as users do, where others fork them.
     """
     port, run = free_port(), tmp_path / "run"
     arguments = ("--max-steps", 100_000, "--ckpt", "--output-dir", run, "--inference.port", port)
     arguments += ("--inference.max-num-seqs", SAMPLES - 3)
-    with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments, executed=True) as command:
+    executed = draws.seed("a run of processes that are executed") % 2 == 0
+    with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments, executed=executed) as command:
         command.wait_until(lambda: len(rows(run)) >= 2)
         for pid in (command.process.pid, *(pid for pid, _ in command.family())):
             with contextlib.suppress(ProcessLookupError):
