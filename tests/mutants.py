@@ -46,12 +46,34 @@ class NotFound(Exception):
 
 M = Mutant
 MUTANTS = (
+    # Connections
+    M(
+        "whoever connects has to know the token",
+        "_admits",
+        'if not hmac.compare_digest(take(link, NONCE, until), _proof(token, b"client", theirs, mine)):',
+        "if not take(link, NONCE, until):",
+        "test_strangers",
+    ),
+    M(
+        "an answer is no proof for the other side",
+        "_proof",
+        "side + first + second",
+        "first + second",
+        "test_strangers",
+    ),
+    M(
+        "who keeps others waiting is sent away",
+        "_accept",
+        "if len(self._strangers) >= STRANGERS:",
+        "if self._is_closed:",
+        "test_strangers",
+    ),
     # Branches
     M(
         "a branch's file goes over flags",
         "with_branch",
-        "arguments.over.append(Layer(file, (), content))",
-        "arguments.layers.append(Layer(file, (), content))",
+        "over=[*arguments.over, branch]",
+        "layers=[*arguments.layers, branch]",
         "test_branches",
     ),
     M(

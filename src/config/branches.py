@@ -6,13 +6,13 @@ the best of them is kept."""
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.config.arguments import Arguments, Layer, read_file, take_apart
+from cairn.config.arguments import Arguments, Layer, read_file
 from cairn.config.settings import BaseConfig, Setting, separate
 from cairn.run.errors import UsageError
 
@@ -95,52 +95,61 @@ def _rule(part: str) -> KeepRule:
     return KeepRule(int(step), int(count))
 
 
-def names_of(files: Sequence[str]) -> dict[str, str]:
+def layers_of(files: Sequence[str]) -> dict[str, Layer]:
     """The file of each branch by the branch's name, which is the file's without its suffix.
 
     Raises:
-        UsageError: there is one file only, or a name is no name or is there twice.
+        UsageError: a file can't be read, or a name is there twice.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Layer] = {}
     for file in files:
         name = Path(file).stem
-        if not NAME.fullmatch(name):
-            raise UsageError(
-                f"--branch {file}: the branch would be called {name!r}; give the file a name of letters, "
-                "digits, dots, dashes and underscores"
-            )
         if name in found:
             raise UsageError(
-                f"--branch {file}: {found[name]} is called {name!r} as well; give each branch a file with a "
-                "name of its own"
+                f"--branch {file}: {found[name].file} is called {name!r} as well; give each branch a file "
+                "with a name of its own"
             )
-        found[name] = file
-    if len(found) == 1:
-        raise UsageError(f"--branch {files[0]}: one branch is no choice; give two or more, or @ {files[0]}")
+        found[name] = Layer(file, (), read_file(file))
     return found
 
 
-def with_branch(argv: list[str], root: Setting, file: str) -> Arguments:
-    """A command line with a branch's file over its files and flags.
+def check_names(branches: Mapping[str, Layer]) -> None:
+    """Refuse a single branch, and names with which no folder can be called.
 
     Raises:
-        UsageError: the file can't be read, or has a setting that no branch may have for itself.
+        UsageError: the settings of branches have such a name.
     """
-    arguments = take_apart(argv, root)
-    content = read_file(file)
+    for name, layer in branches.items():
+        if not NAME.fullmatch(name):
+            raise UsageError(
+                f"--branch {layer.file}: the branch would be called {name!r}; give the file a name of "
+                "letters, digits, dots, dashes and underscores"
+            )
+    if len(branches) == 1:
+        (only,) = branches.values()
+        raise UsageError(f"--branch {only.file}: one branch is no choice; give two or more, or @ {only.file}")
+
+
+def with_branch(arguments: Arguments, root: Setting, branch: Layer) -> Arguments:
+    """A command line with a branch's settings over its files and flags.
+
+    Raises:
+        UsageError: they have a setting that no branch may have for itself.
+    """
     shared: Mapping[str, Sequence[str]] = getattr(root.models[0], "shared", {})
-    for path in _paths(content, root):
+    for path in _paths(branch.content, root):
         for own, why in OF_ALL.items():
             if path[: len(own)] == own:
-                raise UsageError(f"--branch {file}: {'.'.join(path)} can't differ between branches: {why}")
+                raise UsageError(
+                    f"--branch {branch.file}: {'.'.join(path)} can't differ between branches: {why}"
+                )
         if len(path) > 1 and path[1] in shared.get(path[0], ()):
             raise UsageError(
-                f"--branch {file}: {'.'.join(path)}: all roles share this value; give it once, as "
+                f"--branch {branch.file}: {'.'.join(path)}: all roles share this value; give it once, as "
                 f"{'.'.join(path[1:])}"
             )
-    arguments.flags = [flag for flag in arguments.flags if flag[0] != ("branch",)]
-    arguments.over.append(Layer(file, (), content))
-    return arguments
+    flags = [*(flag for flag in arguments.flags if flag[0] != ("branch",)), (("branch",), [])]
+    return replace(arguments, flags=flags, over=[*arguments.over, branch])
 
 
 def _paths(content: Mapping[str, Any], root: Setting, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

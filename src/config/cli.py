@@ -5,17 +5,18 @@
 Any mistake in it is a `UsageError`: one clear message and exit code 2, before anything is started or written.
 """
 
+import copy
 import functools
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
-from cairn.config.branches import names_of, with_branch
+from cairn.config.branches import check_names, layers_of, with_branch
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import EvaluateConfig, OrchestratorConfig
@@ -87,8 +88,19 @@ def load_branches(cls: type[Config], argv: list[str], files: Sequence[str]) -> d
     Raises:
         UsageError: as `load`, or a file has a setting that no branch may have for itself.
     """
+    return resolve_branches(cls, take_apart(argv, settings_of(cls)), layers_of(files))
+
+
+def resolve_branches(
+    cls: type[Config], arguments: Arguments, branches: Mapping[str, Layer]
+) -> dict[str, Config]:
+    """As `load_branches`, of a command line that is taken apart, and of settings that need be in no file."""
+    check_names(branches)
     root = settings_of(cls)
-    return {name: resolve(cls, with_branch(argv, root, file)) for name, file in names_of(files).items()}
+    return {
+        name: resolve(cls, with_branch(copy.deepcopy(arguments), root, branch))
+        for name, branch in branches.items()
+    }
 
 
 def require(config: BaseConfig, *names: str) -> None:

@@ -34,6 +34,9 @@ means = answers.groupby("step").reward.mean()
 assert (means - rl.metrics["reward/mean"]).abs().max() < 1e-6
 assert answers.prompt.str.contains("<user>[a-z]{3,8}<assistant>").all()
 assert snapshot.roles["trainer"].state == "done"
+assert list(rates) == ["low", "high"]
+assert {(one.state, one.step) for one in rates.values()} == {("done", 2)}
+assert abs(rates["low"].metrics.lr.iloc[1] * 10 - rates["high"].metrics.lr.iloc[1]) < 1e-9
 assert preferring.state == judge.state == "done"
 assert abs(preferring.metrics["loss"].iloc[0] - 0.5) < 1e-4
 assert type(rewarding).__name__ == "Qwen3ForSequenceClassification"

@@ -3,10 +3,12 @@
 import asyncio
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,12 @@ from safetensors.numpy import save
 import cairn
 from cairn.api import training
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.cli import load, load_branches
+from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.run.branches import Branches
 from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
 from cairn.run.messages import Attempt, ShippedBatch
@@ -227,13 +232,65 @@ def test_shared_values_of_rl_are_given_once():
         cairn.rl(config, trainer={"seed": 3})
 
 
+LR: dict[str, Any] = {"trainer": {"optimizer": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize(
+    ("branch", "message"),
+    [
+        ({"a": {"max_steps": 4}, "b": {}}, "branch a: max_steps can't differ between branches"),
+        ({"a": {"trainer": {"seed": 1}}, "b": {}}, "branch a: trainer.seed: all roles share this value"),
+        ({"a": LR}, "branch a: one branch is no choice"),
+        ({"a b": LR, "c": LR}, "the branch would be called 'a b'"),
+        ({"a": {"trainer": {"workerz": 2}}, "b": LR}, "there is no such setting; did you mean"),
+        (["nowhere.toml", "b.toml"], "nowhere.toml"),
+        ("a.toml", "branch: it is a str: give a list of files, or a dict"),
+        ({"a": LR, "b": {}}, "branch: branches take turns.*add ckpt"),
+    ],
+)
+def test_branches_that_can_not_be(branch: Any, message: str, tmp_path: Path):
+    """As on the command line, before anything is written."""
+    with pytest.raises(cairn.UsageError, match=message):
+        cairn.rl("configs/reverse_text/rl.toml", branch=branch, output_dir=str(tmp_path / "all"))
+    assert not (tmp_path / "all").exists()
+    with pytest.raises(cairn.UsageError, match="lie over a file or a dict"):
+        cairn.rl(RLConfig(output_dir=str(tmp_path)), branch={"a": LR, "b": {}})
+
+
+def test_branches_have_the_settings_that_the_command_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From dicts and files alike; what comes back are the runs that have begun."""
+    asked: list[tuple[RLConfig, dict[str, RLConfig]]] = []
+
+    def run_branches(config: RLConfig, each: dict[str, RLConfig]) -> int:
+        asked.append((config, each))
+        begun = RunDirectory(Branches(config.output_dir).run("a"))
+        begun.path.mkdir(parents=True)
+        begun.begin(Attempt("run", 1, "rl", 0, None, "branch_1"))
+        return 0
+
+    monkeypatch.setattr("cairn.launch.branches.turns.run_branches", run_branches)
+    for name, lr in {"a": 1e-3, "b": 1e-4}.items():
+        (tmp_path / f"{name}.toml").write_text(f"[trainer.optimizer]\nlr = {lr}\n")
+    files, base = [tmp_path / "a.toml", tmp_path / "b.toml"], "configs/reverse_text/rl.toml"
+    argv = ["@", base, "--output-dir", str(tmp_path / "all"), "--ckpt", "--max-steps", "4"]
+    each = load_branches(RLConfig, argv, [str(file) for file in files])
+    assert [own.trainer.optimizer.lr for own in each.values()] == [1e-3, 1e-4]
+    for branch in (files, {"a": LR, "b": files[1]}):
+        runs = cairn.rl(base, branch=branch, output_dir=str(tmp_path / "all"), ckpt=True, max_steps=4)
+        assert asked.pop() == (load(RLConfig, argv), each)
+        assert [(name, run.path) for name, run in runs.items()] == [("a", tmp_path / "all/branches/a")]
+        shutil.rmtree(tmp_path / "all")
+
+
 def test_a_run_needs_the_main_thread():
     """Other threads get no signals, so a run started there could not be stopped in good order."""
     caught: list[Exception] = []
 
     def call() -> None:
         try:
-            training._run(lambda: 0, "nowhere")
+            training._call(lambda: 0)
         except cairn.UsageError as error:
             caught.append(error)
 
