@@ -15,7 +15,7 @@ from pathlib import Path
 import draws
 import pytest
 from families import make_model
-from runs import CONFIGS, Shell, free_port
+from runs import CONFIGS, Server, Shell, free_port
 from stores import s3_server
 from tiny import write
 
@@ -82,6 +82,21 @@ def test_runs_keep_their_promises_through_disasters(shell: Shell, request: pytes
     assert len(scores) == runs
     assert summary["goodput"] == pytest.approx(statistics.fmean(scores), abs=0.01)
     assert summary["goodput"] > 0
+
+
+@pytest.mark.soak
+def test_branches_keep_their_promises(shell: Shell, server: Server, tmp_path: Path):
+    """Each of them, and the same ones are kept: the command dies as it records that, and before it a rank."""
+    command = (*RL, "--orchestrator.inference-url", server.url, "--max-steps", 6, *KEEP)
+    command += ("--branches.turn-steps", 4, "--branches.keep", "4:1", "--branches.window", 2)
+    for name, rate in {"low": 1e-4, "high": 4e-4}.items():
+        (tmp_path / f"{name}.toml").write_text(f"[trainer.optimizer]\nlr = {rate}\n")
+        command += ("--branch", tmp_path / f"{name}.toml")
+    faults = ("trainer.batch_read:kill@2", "branches.recorded:kill@2", "orchestrator.before_ship:kill@2")
+    arguments = ("--seed", 0, "--runs", 1, "--json", "--faults", ",".join(faults), "--", *command)
+    summary, output = strike(shell, *arguments, deadline=900)
+    assert summary["missed"] == 0, output
+    assert sum(summary["kills"].values()) == len(faults)
 
 
 @pytest.mark.timeout(2400)

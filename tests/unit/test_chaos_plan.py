@@ -17,9 +17,12 @@ from stores import make_step
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.remote.client.upload_body import Sent
+from cairn.run.branches import BranchChoice, Branches, BranchStates
 from cairn.run.faults import POINTS
+from cairn.tools.chaos.bench import with_branches
+from cairn.tools.chaos.branched import BranchedRun
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmount
-from cairn.tools.chaos.plan import OF_LARGE_FILES, SMALL_FILES, ChaosSettings, Disaster, draw
+from cairn.tools.chaos.plan import OF_BRANCHES, OF_LARGE_FILES, SMALL_FILES, ChaosSettings, Disaster, draw
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import GENERATE, Proxy
 from cairn.tools.chaos.run import ChaosRun
@@ -314,7 +317,7 @@ def run(tmp_path: Path) -> ChaosRun:
 
 def test_a_run_like_the_undisturbed_one_is_in_order(run: ChaosRun):
     """Metrics that measure time may differ."""
-    run._check_against_calm()
+    run.promises()._check_against_calm()
     assert run.result.violations == []
 
 
@@ -331,18 +334,18 @@ def test_a_run_like_the_undisturbed_one_is_in_order(run: ChaosRun):
 def test_a_difference_is_a_violation(run: ChaosRun, doctor, message: str):
     """A difference in metrics, steps or weights."""
     doctor(run.result)
-    run._check_against_calm()
+    run.promises()._check_against_calm()
     assert run.result.violations == [message]
 
 
 def test_too_many_steps_done_again(run: ChaosRun):
     """An interval, and the steps during one save; more if a checkpoint was damaged."""
     run.result.recomputed = [4, 7, 1]
-    run._check_recomputed()
+    run.promises()._check_recomputed()
     assert run.result.violations == ["7 steps were recomputed, but saves are due every 3 steps"]
     run.result.violations.clear()
     run.watch.fell_back = True
-    run._check_recomputed()
+    run.promises()._check_recomputed()
     assert run.result.violations == []
 
 
@@ -386,3 +389,60 @@ def test_what_a_run_leaves_is_audited(run: ChaosRun):
     run._conclude()
     assert any("is not a run directory" in violation for violation in run.result.violations)
     assert "the newest checkpoint is step None" in run.result.violations
+
+
+# Branches
+
+
+def test_steps_of_branches_are_those_of_all_together():
+    """Until the rule ends one; and processes see those of a turn."""
+    rule = {"keep": ["5:2", "10:1"], "turn_steps": 4}
+    setting = with_branches(replace(RL, last_step=20, own_disk=True), rule, 3)
+    assert (setting.last_step, setting.turn_steps, setting.records) == (3 * 5 + 2 * 5 + 10, 4, 3)
+    assert not setting.own_disk
+    struck = {disaster for plan in plans(setting) for disaster in plan}
+    assert {one.kind for one in struck} == {*OF_BRANCHES}
+    assert max(one.step or 0 for one in struck) > 20
+    counts = {
+        point: {int(one.target.partition("@")[2]) for one in struck if one.target.startswith(point)}
+        for point in ("branches.recorded", "trainer.batch_read")
+    }
+    assert counts == {"branches.recorded": {1, 2, 3}, "trainer.batch_read": {1, 2, 3}}
+
+
+def test_each_branch_keeps_the_promises_and_the_same_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Up to the step at which it has ended; what each has broken says whose it is."""
+    states = BranchStates(["a", "b"], "reward/mean", "max", 5, 8)
+    choice = BranchChoice(4, {"a": 0.25, "b": 0.5}, ["b"])
+    calm = Result(tmp_path, branches={"a": Result(tmp_path), "b": Result(tmp_path)})
+    calm.choices = [{"step": 4, "scores": {"a": 0.25, "b": 0.5}, "kept": ["b"]}]
+    task = ChaosTask(["rl"], replace(RL, interval=2), branches=("a", "b"), calm=calm)
+    asked: list[tuple] = []
+
+    class Kept:
+        def __init__(self, path: Path, watch, last_step: int, interval: int, calm: Result, ended_early: bool):
+            asked.append((path.name, last_step, interval, calm, ended_early))
+            self.watch = watch
+
+        def check(self) -> None:
+            self.watch.result.violations += ["it is broken"] * (self.watch is run._each.each["a"])
+            self.watch.result.recomputed = [2]
+
+    monkeypatch.setattr("cairn.tools.chaos.branched.Promises", Kept)
+    for kept in ("b", "a"):
+        asked.clear()
+        run = BranchedRun(task, [], tmp_path / kept, random.Random(0))
+        Branches(run.path).begin(states.choosing(replace(choice, kept=[kept])))
+        run._conclude()
+        ended = ["a", "b"][kept == "a"]
+        assert asked == [
+            (name, 4 if name == ended else 8, 2, calm.branches[name], name == ended) for name in "ab"
+        ]
+        others = [] if kept == "b" else ["kept were {4: ['a']} instead of {4: ['b']}"]
+        assert run.result.violations == ["branch a: it is broken", *others]
+        assert run.result.recomputed == [2, 2]
+    run = BranchedRun(task, [], tmp_path / "none", random.Random(0))
+    run._conclude()
+    assert run.result.violations[0].startswith("branches: ")

@@ -1,6 +1,7 @@
 """The commands to disturb, with their settings, server and proxy."""
 
 import functools
+import itertools
 import json
 import secrets
 import shlex
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cairn.config.branches import BranchesConfig
 from cairn.inference.client import Unauthorized, token_for
 from cairn.run.errors import UsageError
 from cairn.tools.chaos.disasters import mount_small_disk, unmount
@@ -122,12 +124,13 @@ def make_task(command: list[str], server: SharedServer | None = None, token: str
         UsageError: the command can't be disturbed.
     """
     config = dry_run(command)
-    if config.get("branch"):
-        raise UsageError("the command must be one run, without --branch; give a branch's own file with @")
+    branches: dict[str, dict[str, Any]] = config.get("branch") or {}  # with --branch: the settings of each
+    config = next(iter(branches.values()), config)
     interval = (config.get("ckpt") or {}).get("interval")
     if not interval or interval >= config["max_steps"]:
         raise UsageError("the command needs --ckpt.interval N, less than --max-steps, to resume from")
-    if config["ckpt"].get("resume") or config["ckpt"].get("resume_step"):
+    resumes = any(word.startswith("--ckpt.resume") for word in command)
+    if resumes or (not branches and (config["ckpt"].get("resume") or config["ckpt"].get("resume_step"))):
         raise UsageError("the command must not have --ckpt.resume: the harness adds it after a disaster")
     if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
         raise UsageError("the command must save all state, in its own folder: no --ckpt.dir, no weights only")
@@ -143,11 +146,15 @@ def make_task(command: list[str], server: SharedServer | None = None, token: str
         reference=reference,
         in_memory=config["ckpt"].get("memory_interval"),
     )
-    task = ChaosTask(command, setting, token, server=server, remote=remote)
+    if branches:
+        if remote is not None:
+            raise UsageError("a command with --branch must keep its steps in its folder: no --ckpt.remote")
+        setting = with_branches(setting, config["branches"], len(branches))
+    task = ChaosTask(command, setting, token, server=server, remote=remote, branches=tuple(branches))
     if not rl:
         return task
     orchestrator = config["orchestrator"]
-    if orchestrator.get("max_off_policy_steps"):
+    if any(one["orchestrator"].get("max_off_policy_steps") for one in (config, *branches.values())):
         raise UsageError("the command needs --orchestrator.max-off-policy-steps 0 to be reproducible")
     urls = orchestrator["inference_url"]
     if len(urls) > 1:
@@ -162,6 +169,21 @@ def make_task(command: list[str], server: SharedServer | None = None, token: str
         except Unauthorized as error:
             raise UsageError(str(error)) from None
     return task
+
+
+def with_branches(setting: ChaosSettings, rule: dict[str, Any], count: int) -> ChaosSettings:
+    """The settings of a run with branches, whose steps are those of all of them together.
+
+    Args:
+        rule: `branches` of the command's settings.
+        count: of branches.
+    """
+    rules = BranchesConfig(**rule).rules
+    ends = itertools.pairwise([0, *(one.step for one in rules), setting.last_step])
+    counts = [count, *(one.count for one in rules)]
+    steps = sum(going * (end - begin) for going, (begin, end) in zip(counts, ends, strict=True))
+    turn = min(rule["turn_steps"], setting.last_step)
+    return replace(setting, last_step=steps, own_disk=False, turn_steps=turn, records=1 + len(rules))
 
 
 def dry_run(command: list[str]) -> dict[str, Any]:

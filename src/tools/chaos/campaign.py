@@ -16,6 +16,7 @@ from cairn.run.errors import CairnError, UsageError
 from cairn.run.faults import parts_of
 from cairn.run.seeds import derive
 from cairn.tools.chaos.bench import Bench
+from cairn.tools.chaos.branched import BranchedRun
 from cairn.tools.chaos.plan import Disaster, draw
 from cairn.tools.chaos.run import ChaosRun, remove, scratch
 from cairn.tools.chaos.task import ChaosTask, Result
@@ -110,7 +111,7 @@ class Campaign:
             given = [Disaster("fault", fault) for fault in self.options.faults]
             plan = given or draw(chance, task.setting)
             folder = self.folder / f"run_{run}"
-            result = ChaosRun(task, plan, folder, chance, prove=self.options.prove).go()
+            result = run_of(task)(task, plan, folder, chance, prove=self.options.prove).go()
         finally:
             self._benches.put(bench)
         for disaster in result.struck:
@@ -129,7 +130,7 @@ class Campaign:
 
     def _calm(self, bench: Bench, task: ChaosTask) -> Result:
         folder = bench.folder / f"calm_{len(list(bench.folder.glob('calm_*')))}"
-        result = ChaosRun(task, [], folder, random.Random(0)).go()
+        result = run_of(task)(task, [], folder, random.Random(0)).go()
         if result.violations:
             found = "\n".join(result.violations)
             raise CairnError(f"the command fails even undisturbed:\n{found}")
@@ -173,6 +174,11 @@ class Campaign:
         else:
             remove(result.folder)
         print("\n".join(lines), flush=True)
+
+
+def run_of(task: ChaosTask) -> type[ChaosRun]:
+    """What sees a task's command through."""
+    return BranchedRun if task.branches else ChaosRun
 
 
 def _mean_and_most(steps: list[int]) -> dict[str, float]:

@@ -35,7 +35,6 @@ class Victim(Protocol):
     task: ChaosTask
     family: Family
     watch: RunWatch
-    run: RunDirectory
     path: Path
     chance: random.Random
     down: bool
@@ -43,6 +42,11 @@ class Victim(Protocol):
     asked_to_stop: bool
     excused: bool
     """Whether disk or server had a problem that the command may have died of."""
+
+    @property
+    def at_work(self) -> RunDirectory:
+        """The run directory whose roles are struck."""
+        ...
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
@@ -181,7 +185,9 @@ class Disasters:
             return self.run.family.named("cairn.checkpoint.saving.writer")[:1]
         pid: int | None = self.run.process.pid
         if target != "launcher":
-            entry = (self.run.run.current_roles() or {}).get(RANKS.get(target, target))
+            entry = (self.run.at_work.current_roles() or {}).get(RANKS.get(target, target))
+            if entry is None and target == "inference":  # branches have none of their own
+                return self.run.family.named("cairn.inference.supervised")[:1]
             pid = entry.pid if entry and entry.state == "running" else None
         return [process for process in self.run.family.processes() if process.pid == pid]
 
@@ -261,7 +267,7 @@ class Disasters:
     def _lock_folder(self, disaster: Disaster) -> bool:
         """Make the folders of the run and of its checkpoints read-only."""
         self.run.excused = True
-        folders = [path for path in (self.run.path, self.run.run.checkpoints) if path.is_dir()]
+        folders = [path for path in (self.run.path, self.run.at_work.checkpoints) if path.is_dir()]
         locked = [folder for folder in folders if _set_writable(folder, False)]
         self._until_repaired(disaster, lambda: [_set_writable(folder, True) for folder in locked])
         return bool(locked)

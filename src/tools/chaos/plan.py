@@ -29,6 +29,8 @@ OF_RL = ("versions", "batches", "ledger")
 OF_REMOTE = ("uploads",)
 OF_VALIDATION = ("evals",)
 OF_REFERENCE = ("reference",)
+OF_BRANCHES = ("kill", "fault", "pause", "stop", "power_cut", "slow", "errors", "drops", "silent")
+"""Kinds of disasters that strike a run with branches: those that damage no file of a single one."""
 OF_LARGE_FILES = ("remote.sent_part",)
 """Fault points that the small models of these runs never reach."""
 
@@ -89,6 +91,10 @@ class ChaosSettings:
     """Whether the logprobs of a reference are computed once and kept in the run's folder."""
     in_memory: int | None = None
     """Steps from one that is kept in memory to the next; None: none is kept."""
+    turn_steps: int | None = None
+    """Steps of a branch that its processes take in a turn; None: there are no branches."""
+    records: int = 0
+    """How often it is recorded which branches go on."""
 
 
 def draw(chance: random.Random, setting: ChaosSettings) -> list[Disaster]:
@@ -116,6 +122,8 @@ def _draw_one(chance: random.Random, setting: ChaosSettings, when: dict) -> Disa
         kinds += ["slow", "errors", "drops", "silent", "wrong_weights", "rival"]
     if setting.remote:
         kinds += ["machine_lost"] * 5 + ["kill", "fault"]
+    if setting.turn_steps:
+        kinds = [kind for kind in kinds if kind in OF_BRANCHES]
     kind = chance.choice(kinds)
     trainers = ["trainer", "worker", *(["worker1"] if setting.ranks > 1 else [])]
     orchestrator = ["orchestrator"] if setting.rl else []
@@ -154,10 +162,13 @@ def _draw_one(chance: random.Random, setting: ChaosSettings, when: dict) -> Disa
 
 def _draw_fault(chance: random.Random, setting: ChaosSettings) -> str:
     """A fault point that such a run reaches, and on which pass it strikes."""
-    saves = max(setting.last_step // setting.interval, 1)
+    last_step = setting.turn_steps or setting.last_step  # of a process
+    saves = max(last_step // setting.interval, 1)
     times = {"save": saves, "commit": saves, "retention": max(saves - 2, 1)}
     if setting.rl:
-        times |= dict.fromkeys(("trainer", "publish", "orchestrator"), setting.last_step - 1)
+        times |= dict.fromkeys(("trainer", "publish", "orchestrator"), max(last_step - 1, 1))
+    if setting.records:
+        times["branches"] = setting.records
     if setting.remote:
         times["remote"] = saves
     if setting.reference:

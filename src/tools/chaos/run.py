@@ -8,34 +8,27 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.step_folder import verify
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
-from cairn.run.view import RunView
-from cairn.tools.audit import audit
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, remove_folder, unmount
 from cairn.tools.chaos.plan import Disaster
 from cairn.tools.chaos.processes import Family
+from cairn.tools.chaos.promises import Promises
 from cairn.tools.chaos.task import DEADLINE, ChaosTask, Result, RunWatch
-from cairn.tools.replay.again import ReplayFailed
-from cairn.tools.replay.recorded import RecordedRun
-from cairn.tools.replay.replay import replay
 
 PATIENCE = 60.0
 """Seconds that remaining processes have to exit by themselves."""
 EARLY = 5.0
 """Seconds after a start during which the command may not have installed its signal handlers yet."""
+OF_COMMAND = ("branches.",)
+"""How the fault points begin that the whole command dies at."""
 STARTS = 8
 """Maximum number of starts of one run."""
 EXIT_USAGE, EXIT_STOPPED = 2, 75
-MEASURED = ("time/", "run/", "servers/", "weights/")
-"""Prefixes of metrics that measure time or recomputation, and so differ from run to run."""
 
 
 class ChaosRun:
@@ -89,6 +82,11 @@ class ChaosRun:
         """The command's newest process."""
         assert self._process, "it has not been started"
         return self._process
+
+    @property
+    def at_work(self) -> RunDirectory:
+        """The run directory whose roles are struck."""
+        return self.run
 
     def start_command(self, command: list[str]) -> None:
         """Start the command that the disasters strike."""
@@ -191,6 +189,7 @@ class ChaosRun:
         """Whether the run ended with the command; if not, a user would start it again."""
         code = self.process.returncode
         fired = [fault for fault in self.faults if not (self.once / fault.target).exists()]
+        self.down = self.down or any(fault.target.startswith(OF_COMMAND) for fault in fired)
         for fault in fired:
             self.faults.remove(fault)
             self.result.struck.append(fault)
@@ -238,50 +237,20 @@ class ChaosRun:
     # Promises
 
     def _conclude(self) -> None:
-        result, setting = self.result, self.task.setting
+        result = self.result
         result.missed += [*self.pending, *self.faults]
-        view = RunView(self.path)
-        result.rows = list(view.metrics())
-        result.evals = [
-            {key: value for key, value in row.items() if key not in ("run_id", "branch")}
-            for row in view.evals()
-        ]
-        seen = self.watch.seen_at
-        if {1, setting.last_step} <= seen.keys():
-            result.seconds = seen[setting.last_step] - seen[1]
-        self._check_audit()
-        self._check_checkpoints()
+        promises = self.promises()
+        promises.check()
         self._check_remote()
-        self._check_against_calm()
-        self._check_recomputed()
         self._check_generations()
         if self.prove and not result.violations:
-            self._check_by_replay()
+            promises.check_by_replay()
 
-    def _check_audit(self) -> None:
-        try:
-            report = audit(self.path)
-        except (CheckpointError, UsageError) as error:
-            self.result.violations.append(f"audit: {error}")
-            return
-        self.result.violations += [f"audit: {v.kind}: {v.what}: {v.rows}" for v in report.violations]
-        if sum(epoch.waiting for epoch in report.epochs):
-            self.result.violations.append("audit: prompts are still waiting at the end")
-
-    def _check_checkpoints(self) -> None:
-        store = self.watch.store
-        for step in store.steps():
-            try:
-                verify(store.folder(step))
-            except CheckpointError as error:
-                if step not in self.watch.damaged:
-                    self.result.violations.append(f"verify: {error}")
-        latest = store.latest()
-        if latest != self.task.setting.last_step:
-            self.result.violations.append(f"the newest checkpoint is step {latest}")
-        else:
-            files = load_manifest(store.folder(self.task.setting.last_step)).tensor_files
-            self.result.tensors = {name: entry.model_dump() for name, entry in files.items()}
+    def promises(self) -> Promises:
+        """What the run has to keep."""
+        setting, calm = self.task.setting, self.task.calm
+        here = self.machines == 1  # results of validations are not uploaded
+        return Promises(self.path, self.watch, setting.last_step, setting.interval, calm, evaluated=here)
 
     def _check_remote(self) -> None:
         """Check that the remote store has the last step, and no step that is not whole."""
@@ -294,51 +263,6 @@ class ChaosRun:
             return
         if newest != self.task.setting.last_step:
             self.result.violations.append(f"the newest remote checkpoint is step {newest}")
-
-    def _check_against_calm(self) -> None:
-        """Check that metrics and weights equal those of the undisturbed run, bit for bit."""
-        calm = self.task.calm
-        if calm is None:
-            return
-        ours, theirs = _unmeasured(self.result.rows), _unmeasured(calm.rows)
-        if [row["step"] for row in ours] != [row["step"] for row in theirs]:
-            self.result.violations.append(f"metrics have the steps {[row['step'] for row in ours]}")
-        for row, other in zip(ours, theirs, strict=False):
-            if different := {k for k in row.keys() | other.keys() if row.get(k) != other.get(k)}:
-                shown = {key: [row.get(key), other.get(key)] for key in sorted(different)}
-                self.result.violations.append(f"metrics of step {row['step']} differ: {shown}")
-                break
-        if self.machines == 1 and self.result.evals != calm.evals:
-            self.result.violations.append(
-                f"results of validations differ: {self.result.evals} instead of {calm.evals}"
-            )
-        if self.result.tensors != calm.tensors:
-            names = [n for n, entry in calm.tensors.items() if self.result.tensors.get(n) != entry]
-            self.result.violations.append(f"the last step's tensors differ in {names}")
-
-    def _check_recomputed(self) -> None:
-        """Check that restarts recomputed at most the steps since the save before the newest."""
-        interval = self.task.setting.interval
-        most = interval * (3 if self.watch.fell_back else 2)
-        self.result.violations += [
-            f"{steps} steps were recomputed, but saves are due every {interval} steps"
-            for steps in self.result.recomputed
-            if steps > most
-        ]
-
-    def _check_by_replay(self) -> None:
-        """Check that the steps before the last checkpoint give it, when they are taken again."""
-        run = RecordedRun.local(self.path)
-        try:
-            stretch = run.stretch(None, None)
-            found = replay(run, stretch, work_dir=self.folder)
-        except (CheckpointError, UsageError, ReplayFailed) as error:
-            self.result.violations.append(f"replay: {error}")
-            return
-        if found.ok:
-            self.result.proved = len(stretch.steps)
-        else:
-            self.result.violations.append("replay: " + "\n".join(found.lines(3)))
 
     def _check_generations(self) -> None:
         """Check that a death of the trainer caused no complete generation to be requested again."""
@@ -354,10 +278,6 @@ class ChaosRun:
             shown = json.loads(twice[0])
             what = f"{len(twice)} generations were made twice although only the trainer died"
             self.result.violations.append(f"{what}, such as {shown}")
-
-
-def _unmeasured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 
 def scratch(prefix: str) -> Path:

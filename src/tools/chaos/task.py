@@ -67,6 +67,7 @@ class ChaosTask:
     """A command to run repeatedly.
 
     proxy: between run and server, unless the run starts its own server. server: the harness's, if it is used.
+    branches: names of the command's branches, if it has some.
     remote: if `setting.remote`, the URL below which each run has its remote steps; None: the folder of the
     run directory.
     """
@@ -77,6 +78,7 @@ class ChaosTask:
     proxy: Proxy | None = None
     server: SharedServer | None = None
     remote: str | None = None
+    branches: tuple[str, ...] = ()
     calm: "Result | None" = None
     """The result of the undisturbed run."""
 
@@ -102,6 +104,10 @@ class Result:
     """Number of steps that were taken again and gave the same bits."""
     lost: list[int] = field(default_factory=list)
     """Number of steps after the newest remote one, for each machine that was lost."""
+    branches: dict[str, "Result"] = field(default_factory=dict[str, "Result"])
+    """That of each branch, by its name."""
+    choices: list[Any] = field(default_factory=list[Any])
+    """Which branches were kept."""
 
 
 class RunWatch:
