@@ -21,8 +21,17 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from cairn.inference.plugin.loading import load_weights
-from cairn.inference.plugin.vllm_internals import check_updatable
+from cairn.inference.plugin.loading import (
+    CALLS,
+    FIRST_UPDATES,
+    LINE,
+    SHARES,
+    held_checksum,
+    load_weights,
+    spread_rows,
+)
+from cairn.inference.plugin.vllm_internals import UnquantizedEmbeddingMethod, check_updatable
+from cairn.policy.checksums import checksum
 from cairn.policy.errors import Unfit
 
 CONFIG: Any = SimpleNamespace(quantization="fp8_per_tensor", dtype=torch.float32)
@@ -132,6 +141,70 @@ def test_a_layer_whose_processing_fails_is_as_it_was(monkeypatch: pytest.MonkeyP
     assert rows(model.second) == [22, 24, 26]
     load_weights(model, [tensors(100.0)], CONFIG, {})
     assert rows(model.second) == [220, 222, 224]
+
+
+# On CPUs: linear layers that compute from packed copies of their weights.
+
+
+PLAIN: Any = SimpleNamespace(quantization=None, dtype=torch.float32)
+
+
+class Packed(torch.nn.Module):
+    """Linear layers, whose tensors the model's loader copies; counts how often it is called."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.calls = 0
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 96, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            layer.requires_grad_(False)
+            layer.cpu_linear = torch.nn.functional.linear
+        spread_rows(self.modules())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self.calls += 1
+        parameters, loaded = dict(self.named_parameters()), set()
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+def test_layers_are_packed_by_few_calls_however_many_there_are():
+    model = Packed(layers=40)
+    drawn = torch.Generator().manual_seed(1)
+    for update in range(FIRST_UPDATES + 2):
+        new = {name: torch.randn(96, 64, generator=drawn) for name, _ in model.named_parameters()}
+        model.calls = 0
+        load_weights(model, [new], PLAIN, {})
+        assert model.calls <= (CALLS + 40 / SHARES if update >= FIRST_UPDATES else 40)
+        x = torch.randn(5, 64, generator=drawn)
+        for (name, parameter), layer in zip(model.named_parameters(), model.layers, strict=True):
+            assert torch.equal(parameter, new[name])
+            packed = layer.cpu_linear(x, torch.zeros(96, 64), None)  # computes from what is packed
+            torch.testing.assert_close(packed, x @ new[name].T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_packed_lie_an_odd_number_of_cache_lines_apart(dtype: torch.dtype):
+    """And hold what they did, also for their checksum. Rows that other code reads, or not in pairs of lines,
+    stay as they are."""
+    layer, head, unpacked = (torch.nn.Linear(128, 6, bias=False, dtype=dtype) for _ in range(3))
+    narrow = torch.nn.Linear(24, 6, bias=False, dtype=dtype)
+    for module in (layer, head, narrow):
+        module.cpu_linear = torch.nn.functional.linear
+    head.quant_method = UnquantizedEmbeddingMethod()
+    before = layer.weight.detach().clone()
+    for _ in range(2):
+        spread_rows([layer, head, unpacked, narrow])
+        lines, rest = divmod(layer.weight.stride(0) * dtype.itemsize, LINE)
+        assert (lines, rest) == (128 * dtype.itemsize // LINE + 1, 0)
+    assert lines % 2 == 1
+    assert torch.equal(layer.weight, before)
+    assert held_checksum(layer.weight) == checksum(before)
+    for module in (head, unpacked, narrow):
+        assert module.weight.is_contiguous()
+        assert held_checksum(module.weight) == checksum(module.weight)
 
 
 # FP8, which vLLM makes of the weights as it loads them; per channel is the kind that its CPU build can do.

@@ -170,8 +170,11 @@ def test_the_command_of_a_server_on_gpus(tmp_path: Path):
     assert option(argv, "--max-num-seqs") == "5"
 
 
-def test_the_command_of_a_server_on_cpus(tmp_path: Path):
+def test_the_command_of_a_server_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
     argv, env = vllm_command.command(InferenceConfig(), str(tmp_path))
+    assert env["MALLOC_ARENA_MAX"] == "3", "the user's own"
+    assert env["MALLOC_TRIM_THRESHOLD_"] == env["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
     assert "--enforce-eager" in argv
     assert env["TORCHDYNAMO_DISABLE"] == "1"
     assert option(argv, "--max-num-seqs") == "64"

@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from cairn.inference.plugin.vllm_internals import (
     UnquantizedEmbeddingMethod,
     UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
+    check_cpu_sgl_kernel,
     dispatch_cpu_unquantized_gemm,
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -92,6 +93,8 @@ class RepackableLoader(DefaultModelLoader):
         check_heads(model)
         note_experts(model, vllm_config)
         rotate_all_heads(model)
+        if _is_plain(model):
+            spread_rows(model.modules())
         pack_linear_weights(model.modules())
         checks_of(model).note(model.named_parameters())
         return model
@@ -135,6 +138,36 @@ def _rotate_flat(
         return rotate(positions, query, key)
     flat_query, flat_key = rotate(positions, query.flatten(1), None if key is None else key.flatten(1))
     return flat_query.view(query.shape), None if key is None else cast(torch.Tensor, flat_key).view(key.shape)
+
+
+LINE = 64
+"""Bytes of a line of the processor's cache."""
+
+
+def spread_rows(modules: Iterable[torch.nn.Module]) -> None:
+    """Store the rows of linear layers that oneDNN packs an odd number of cache lines apart.
+
+    It takes a few values from each of 64 rows in turn. Rows that are an even number of lines apart share part
+    of the cache's sets, so that lines are evicted before all of their values are taken. Embeddings, and heads
+    that may be tied to them, stay as they are: compiled code reads their rows, perhaps code in vLLM's cache.
+    """
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if not hasattr(module, "cpu_linear") or weight is None or weight.ndim != 2:
+            continue
+        if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
+            continue
+        (rows, columns), size = weight.shape, weight.itemsize
+        if columns * size % (2 * LINE) == 0 and not check_cpu_sgl_kernel(rows, columns, weight.dtype):
+            weight.data = weight.new_empty(rows, columns + LINE // size)[:, :columns].copy_(weight.data)
+
+
+def held_checksum(parameter: torch.Tensor) -> int:
+    """The checksum of a parameter, without a copy of rows that `spread_rows` has put apart."""
+    rows = parameter.detach()
+    if rows.ndim == 2 and rows.shape[1] * rows.itemsize % LINE == 0 and rows.stride(1) == 1:
+        return wrapped([int(rows.view(torch.int64).sum())])  # each is a whole number of words
+    return checksum(rows)
 
 
 def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
@@ -261,13 +294,17 @@ def _close_layers(model: torch.nn.Module, config: ModelConfig) -> None:
     finalize_layerwise_reload(model, config)  # puts back the tensors of layers that have got none
 
 
+CALLS = 2 * WORKERS
+"""In how many layers that need not be compared are loaded: vLLM goes through the whole model in each."""
+
+
 def _load_and_pack(
     model: torch.nn.Module,
     parts: Iterable[dict[str, torch.Tensor]],
     dtype: torch.dtype,
     sums: Mapping[str, int],
 ) -> set[str]:
-    """Copy weights straight into the parameters, check them, and pack each layer while it is cached.
+    """Copy weights straight into the parameters, check them, and pack them.
 
     Layers are taken by several threads while this one goes on through the `parts`; none is in two of them.
     Returns vLLM's names of the parameters that were loaded.
@@ -284,22 +321,32 @@ def _load_and_pack(
     def checksum_of(name: str, tensor: torch.Tensor) -> int:
         return sums[name] if name in sums and tensor.dtype == dtype else checksum(tensor.to(dtype))
 
-    def load(number: int, layer: list[tuple[str, torch.Tensor]]) -> set[str]:
+    def load(tensors: list[tuple[str, torch.Tensor]], compares: bool) -> set[str]:
         with torch.no_grad():
-            loaded = _load(model, layer)
-            if checks.is_due(number):
-                came = {name: checksum_of(name, tensor) for name, tensor in layer}
+            loaded = _load(model, tensors)
+            if compares:
+                came = {name: checksum_of(name, tensor) for name, tensor in tensors}
                 # Looked up anew: of heads with a bias, vLLM's loader makes a parameter each time.
                 compared.append(checks.check(came, {name: model.get_parameter(name) for name in loaded}))
             pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
         return loaded
 
-    layers = (
-        [(name, part[name]) for name in names] for part in parts for names in layerwise_groups(list(part))
-    )
     checks.begin_update()
+    numbers = itertools.count()
     with ThreadPoolExecutor(WORKERS) as workers:
-        loaded = set().union(*workers.map(load, itertools.count(), layers))
+        loads: list[Future[set[str]]] = []
+        for part in parts:
+            rest: list[list[tuple[str, torch.Tensor]]] = []
+            for names in layerwise_groups(list(part)):
+                layer = [(name, part[name]) for name in names]
+                if checks.is_due(next(numbers)):
+                    loads.append(workers.submit(load, layer, True))
+                else:
+                    rest.append(layer)
+            for first in range(CALLS):
+                if layers := rest[first::CALLS]:
+                    loads.append(workers.submit(load, list(itertools.chain(*layers)), False))
+        loaded = set().union(*(each.result() for each in loads))
     logger.info("%d of %d layers compared with what came", sum(compared), len(compared))
     return loaded
 
@@ -362,7 +409,7 @@ class ParameterChecks:
             return False
         if _total(self._came, came) != _total(self._held, parameters):
             return False
-        if wrapped(came.values()) != wrapped(map(checksum, parameters.values())):
+        if wrapped(came.values()) != wrapped(map(held_checksum, parameters.values())):
             raise NotHeld(f"checksums of {', '.join(sorted(parameters))} after loading")
         return True
 

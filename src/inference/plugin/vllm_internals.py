@@ -44,8 +44,8 @@ from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMet
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 # Makes the packed copies that the CPU's linear layers compute from (`cpu_linear`, `_cpu_skip_gemm_dispatch`,
-# `_cpu_unpacked_conv_weight`).
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+# `_cpu_unpacked_conv_weight`), and tells which of them oneDNN does not make.
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel, dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 # Which files of a folder are read, and what is done with the model then.
