@@ -126,7 +126,7 @@ class CheckpointStore(StepFolders):
         about: dict[str, Any],
         read_back: bool = False,
         linked: Mapping[str, FileEntry] = MappingProxyType({}),
-        on_poll: Callable[[], None] = lambda: None,
+        on_poll: Callable[[str], None] = lambda part: None,
     ) -> Manifest:
         """Wait for all parts, then commit the step.
 
@@ -136,7 +136,7 @@ class CheckpointStore(StepFolders):
             about: the manifest's fields other than step, files and created.
             read_back: read the manifest again from the disk and compare, before it counts.
             linked: files that are links to those of another step, and what the manifest there says of them.
-            on_poll: called repeatedly while waiting; an error that it raises ends the wait.
+            on_poll: called repeatedly with a part that is not there; an error that it raises ends the wait.
 
         Raises:
             DeadlinePassed: a part did not arrive.
@@ -146,7 +146,7 @@ class CheckpointStore(StepFolders):
         packed: dict[str, FileChecksum] = {}
         for part, writer in parts.items():
             content = wait_for(
-                lambda part=part, writer=writer: on_poll() or self._arrived(step, part, writer),
+                lambda part=part, writer=writer: self._arrived(step, part, writer) or on_poll(part),
                 seconds=timeout,
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",

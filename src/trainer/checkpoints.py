@@ -31,6 +31,7 @@ from cairn.checkpoint.tensors.reader import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
 from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
+from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory
 from cairn.run.history import spared_for_rewinds, to_json
 from cairn.run.machine import available_memory, bytes_of
@@ -137,27 +138,36 @@ def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
     return wanted if needed <= usable else usable * wanted // needed
 
 
-class OtherRanks:
-    """Notices that a rank has died whose part of a save will never come, by what the driver says of it."""
+class OtherWriters:
+    """Notices that a rank or a role has died whose part of a save will never come, by what the driver and the
+    launcher say of it."""
 
     def __init__(self, run: RunDirectory, world_size: int):
         self._run = run
-        self._names = [f"trainer_rank{rank}" for rank in range(world_size)]
+        self._ranks = [f"trainer_rank{rank}" for rank in range(world_size)] if world_size > 1 else []
         self._looked = -math.inf
 
-    def check(self) -> None:
+    def check(self, part: str) -> None:
         """Look once a second at most.
+
+        Args:
+            part: a role's name if the part that it writes is waited for. A role that died is started again,
+                and then writes its part, but not once the run was asked to stop: the launcher, which knows
+                this, ends a run in which a rank waits for such a role.
 
         Raises:
             SaveFailed: a rank has died.
         """
         now = time.monotonic()
-        if len(self._names) == 1 or now - self._looked < 1:
+        if now - self._looked < 1:
             return
         self._looked = now
         roles = self._run.current_roles() or {}
-        if dead := [name for name in self._names if name in roles and roles[name].state == "failed"]:
-            raise SaveFailed(f"{dead[0]} has died before its part was written")
+        dead = {name for name, role in roles.items() if role.state == "failed"}
+        if lost := sorted(dead.intersection(self._ranks)):
+            raise SaveFailed(f"{lost[0]} has died before its part was written")
+        if part in dead and self._run.stop_requested():
+            heartbeat.doing(f"waiting for the part of {part}", waiting=True)
 
 
 class TrainerCheckpoints(Checkpoints):
@@ -243,7 +253,7 @@ class TrainerCheckpoints(Checkpoints):
             ),
             before_commit=before_commit,
             after_commit=committed,
-            while_waiting=OtherRanks(context.run, group.world_size).check,
+            while_waiting=OtherWriters(context.run, group.world_size).check,
         )
 
     def due(self, step: int, *, last: bool) -> bool:

@@ -149,11 +149,20 @@ def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
-@pytest.mark.parametrize("moment", draws.cases(["commit.before_manifest", "commit.done"], __name__, 1))
-def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
+MOMENTS = {
+    "commit.before_manifest": "a rank of the trainer died",
+    "orchestrator.before_part": "orchestrator died (exit code -9)",
+    "commit.done": None,
+}
+"""Points of the last save, and why nothing is saved if a process dies there."""
+
+
+@pytest.mark.parametrize("moment", draws.cases(list(MOMENTS), __name__, 1))
+def test_a_process_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     shell: Shell, server: Server, rl: tuple[object, ...], tmp_path: Path, moment: str
 ):
-    """Nothing is started again. What the worker did not commit is done again from the same batches."""
+    """Nothing is started again, and nobody waits for the dead. What was not committed is done again from the
+    same batches."""
     run = tmp_path / "run"
     once = tmp_path / "faults"
     once.mkdir()
@@ -168,11 +177,11 @@ def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     assert "started again" not in finished.output
     assert not list(once.iterdir())
     last = rows(run)[-1]["step"]
-    if moment == "commit.done":
+    if (why := MOMENTS[moment]) is None:
         assert f"stopped at step {last}, saved in" in finished.output
         assert steps(run) == [last]
     else:
-        assert f"step {last} could not be saved (a rank of the trainer died)" in finished.output
+        assert f"step {last} could not be saved ({why})" in finished.output
         assert steps(run) == []
         shell.succeed(*rl, *end, "--ckpt.resume", "auto", "--max-steps", last + 1)
         whole_rows(run, last + 1)

@@ -361,7 +361,7 @@ def test_a_part_that_will_not_come_ends_the_wait_for_it(make_saver, store):
     """Of the save, and of a loop that wants to save the next step."""
     died = threading.Event()
 
-    def look() -> None:
+    def look(part: str) -> None:
         if died.is_set():
             raise SaveFailed("trainer_rank1 has died")
 

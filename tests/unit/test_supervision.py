@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from runs import CONFIGS, DEADLINE, REPOSITORY, environment_of
 
+from cairn.checkpoint.saving.arena import SaveFailed
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main
 from cairn.launch.exit_report import conclude_early
 from cairn.launch.supervise.slot import RoleProcess
 from cairn.launch.supervisor import hopeless
+from cairn.run import heartbeat
 from cairn.run.directory import RunDirectory
 from cairn.run.exits import EXIT_LOST, PolicyAltered, RoleFailed
 from cairn.run.files import read_note, write_json
@@ -25,6 +27,7 @@ from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History
 from cairn.run.messages import Attempt
 from cairn.run.supervised import RestartRule
+from cairn.trainer.checkpoints import OtherWriters
 
 # Starting
 
@@ -306,6 +309,34 @@ def test_what_a_run_that_was_asked_to_stop_waits_for(
     """For a trainer that holds results which are not saved, as long as somebody can still save them."""
     run = stopping_run(tmp_path, rank, **{"unsaved": False, "waiting": False, **beat})
     assert hopeless(run, {"trainer": Role(), "orchestrator": Role(), **roles}) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "stopping", "part", "said"),
+    [
+        ("failed", True, "orchestrator", ["waiting for the part of orchestrator"]),
+        ("failed", False, "orchestrator", []),  # it is started again
+        ("running", True, "orchestrator", []),
+        ("failed", True, "trainer0", []),  # its own part
+    ],
+)
+def test_a_rank_says_that_it_waits_for_a_role_that_will_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, stopping: bool, part: str, said: list[str]
+):
+    """Which ends the run, instead of the wait for that role's part of the last save."""
+    run = stopping_run(tmp_path, "running", unsaved=True, waiting=False)
+    run.set_role("orchestrator", state, pid=8)
+    if stopping:
+        run.request_stop("SIGTERM")
+    found: list[str] = []
+    monkeypatch.setattr(heartbeat, "doing", lambda what, *, waiting: found.append(what) if waiting else None)
+    writers = OtherWriters(run, 1)
+    writers.check(part)
+    assert found == said
+    writers = OtherWriters(run, 2)
+    run.set_role("trainer_rank1", "failed", pid=9)
+    with pytest.raises(SaveFailed, match="trainer_rank1 has died"):
+        writers.check(part)
 
 
 def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -98,8 +98,9 @@ class Saver:
         has.
         before_commit: called by rank 0 in the background when everything but the manifest is durable.
         after_commit: called by rank 0 in the background after each commit, for example for retention.
-        while_waiting: called again and again while another rank's or role's part is waited for; an error that
-        it raises ends the save, and the wait of a loop for that save.
+        while_waiting: called again and again while another rank or role is waited for, with the name of the
+        part that is not there, if it is one; an error that it raises ends the save, and the wait of a loop
+        for that save.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Saver:
         how: SaveOptions = SaveOptions(),  # noqa: B008 # it is frozen
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int], None] = lambda step: None,
-        while_waiting: Callable[[], None] = lambda: None,
+        while_waiting: Callable[[str], None] = lambda part: None,
     ):
         self.store = store
         self.rank, self.session = rank.rank, rank.session
@@ -235,10 +236,10 @@ class Saver:
             self._thread = None
         self.close()
 
-    def _check_wanted(self) -> None:
+    def _check_wanted(self, part: str = "") -> None:
         if self._given_up.is_set():
             raise SaveFailed("the save was abandoned")
-        self.while_waiting()
+        self.while_waiting(part)
 
     def _run(
         self,
