@@ -559,7 +559,14 @@ def _look_in(folders: str) -> None:
     sys.path[1:] = [*new, *(folder for folder in sys.path[1:] if folder not in old)]
 
 
+def _set_in_malloc(parameter: int) -> Callable[[str], object]:
+    return lambda value: _libc.mallopt(parameter, int(value))
+
+
 LATER = {
+    "MALLOC_ARENA_MAX": _set_in_malloc(-8),
+    "MALLOC_TRIM_THRESHOLD_": _set_in_malloc(-1),
+    "MALLOC_MMAP_THRESHOLD_": _set_in_malloc(-3),
     "OMP_NUM_THREADS": _use_threads,
     "TORCHDYNAMO_DISABLE": _disable_compilation,
     "PYTHONPATH": _look_in,
