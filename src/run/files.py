@@ -43,9 +43,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False, private: boo
     temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with naming(path):
         try:
-            with open(temporary, "wb") as file:
-                if private:
-                    os.fchmod(file.fileno(), 0o600)
+            # Whoever opens a file before its mode is changed reads what is written afterwards.
+            mode = 0o600 if private else 0o666
+            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 if durable:
                     file.flush()

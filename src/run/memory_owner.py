@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.run.connections import PATIENCE_SECONDS, Listener, connect, fill, receive, send
+from cairn.run.files import write_json
 
 NICENESS = 10
 RECORD = "record.json"
@@ -269,10 +270,7 @@ def _write_note(folder: Path, spec: dict[str, Any], address: str, port: int) -> 
     """Say who owns the files, once all are there; only the user may read it, as it may hold the token."""
     note = {"pid": os.getpid(), "began": began(os.getpid()), "layout": spec["layout"]}
     note |= {"address": address, "port": port, "token": "" if spec.get("holds") else spec.get("token", "")}
-    path = folder / "owner.json"
-    with open(os.open(path.with_suffix(".tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(json.dumps(note))
-    os.rename(path.with_suffix(".tmp"), path)
+    write_json(folder / "owner.json", note, private=True)
 
 
 if __name__ == "__main__":
