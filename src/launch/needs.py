@@ -188,7 +188,7 @@ def _megatron(
         *_others(config, ranks, beside, frozen),
     ]
     gathered = [
-        one.width * (max(one.gathered(1)) + (one.head or one.elements - sum(one.layers)))
+        one.width * (max(one.gathered(1)) + one.staying)
         for one in (*frozen, *(other.footprint for other in beside))
     ]
     what = "weights gathered for a layer of another model, and its head"
@@ -226,11 +226,9 @@ def _fsdp2(
         layer = max(of_layers)
         gathered = sum(of_layers) if config.keep_gathered else layer
         what = "all layers" if config.keep_gathered else "a layer"
-        # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
-        staying = footprint.head or footprint.elements - sum(footprint.layers)
         parts += [
             MemoryPart(f"weights gathered for {what} and the head, {config.precision.compute}",
-                 compute * (gathered + staying), kept=True),
+                 compute * (gathered + footprint.staying), kept=True),
             MemoryPart("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
         ahead = 0 if config.keep_gathered else 2 * compute * layer

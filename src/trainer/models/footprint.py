@@ -89,6 +89,15 @@ class Footprint:
         """The number of parameters."""
         return sum(map(prod, self.shapes))
 
+    @property
+    def staying(self) -> int:
+        """The elements that stay gathered while layers are computed.
+
+        An untied head does until its backward pass; tied embeddings belong to the root, with all that is in
+        no layer.
+        """
+        return self.head or self.elements - sum(self.layers)
+
     def gathered(self, tensor: int) -> tuple[int, ...]:
         """The elements of each decoder layer that a rank needs at once: its own experts, a part of the rest.
 
