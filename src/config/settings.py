@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_arg
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from cairn.run.extensions import syntax_tree
 from cairn.run.machine import bytes_of
 from cairn.run.object_store import NO_CREDENTIALS, holds_credentials, is_url
 
@@ -177,7 +178,7 @@ def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
     if module.partition(".")[0] in ("builtins", "pydantic") or file is None:
         return {}
     docs: dict[str, dict[str, str]] = {}
-    for definition in ast.parse(Path(file).read_text()).body:
+    for definition in syntax_tree(Path(file).read_text()).body:
         if not isinstance(definition, ast.ClassDef):
             continue
         found = docs.setdefault(definition.name, {})

@@ -7,6 +7,7 @@ A package offers plug-ins as entry points of a `Group`. Only its metadata is rea
 
 import ast
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -192,7 +193,7 @@ def _module_file(root: Path, module: str) -> Path | None:
 def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
     """The modules that a module's source imports, wherever in it; some names may be no modules."""
     try:
-        tree = ast.parse(source)
+        tree = syntax_tree(source)
     except (SyntaxError, ValueError):  # a compiled module
         return
     package = module if is_package else module.rpartition(".")[0]
@@ -207,6 +208,25 @@ def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
                 base = ".".join([*above, *filter(None, [base])])
             yield from _with_parents(base)
             yield from (f"{base}.{alias.name}" for alias in node.names if base)
+
+
+def syntax_tree(source: str | bytes) -> ast.Module:
+    """What `ast.parse` returns, whatever the garbage collector finds meanwhile.
+
+    CPython before 3.11.8 counts the depth of trees in one counter per interpreter (its issue 106905): if the
+    collector runs a destructor in the middle of one tree that parses another, as the logging of a failed
+    task's traceback does, the first tree ends in a SystemError.
+
+    Raises:
+        SyntaxError, ValueError: as `ast.parse`.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _with_parents(module: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ from cairn.launch import main
 from cairn.launch.supervise.slot import RoleProcess
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.extensions import syntax_tree
 from cairn.trainer.tracking import check_login
 
 SFT = ("@", f"{CONFIGS}/sft.toml")
@@ -731,7 +732,7 @@ def test_every_example_is_used_by_a_test():
 
 def strings_of(path: Path) -> Iterator[str]:
     """The strings in a file's code, of which docstrings and comments are none."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path.read_text())
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:

@@ -32,6 +32,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.plan.model import resolve_model
 from cairn.run.errors import UsageError
+from cairn.run.extensions import syntax_tree
 
 HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy", "wandb", "fastapi", "yaml"}
 
@@ -96,7 +97,7 @@ def field_docstrings(model: type[BaseModel]) -> set[str]:
     for cls in model.__mro__:
         if cls in (object, BaseModel, BaseConfig):
             continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        (definition,) = syntax_tree(textwrap.dedent(inspect.getsource(cls))).body
         for statement, following in zip(definition.body, definition.body[1:], strict=False):
             if (
                 isinstance(statement, ast.AnnAssign)

@@ -21,6 +21,7 @@ from cairn.config.settings import settings_of
 from cairn.config.trainer import SFTConfig
 from cairn.run import faults
 from cairn.run.directory import RunDirectory
+from cairn.run.extensions import syntax_tree
 from cairn.run.messages import Attempt
 
 DOCS = REPOSITORY / "docs"
@@ -181,7 +182,7 @@ def test_every_metric_is_documented():
     missing = set()
     for room in ("trainer", "orchestrator", "inference", "run"):
         for file in (sources / room).rglob("*.py"):
-            found = {name for node in ast.walk(ast.parse(file.read_text())) for name in metric_names(node)}
+            found = {name for node in ast.walk(syntax_tree(file.read_text())) for name in metric_names(node)}
             missing |= {(file.name, name) for name in found if name not in documented}
     assert missing == NO_METRICS
 

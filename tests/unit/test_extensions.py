@@ -1,5 +1,7 @@
 """Classes that a configuration names: Cairn's own, or `module:Class`."""
 
+import ast
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -7,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import cairn
 from cairn.config.sinks import SinksConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
-from cairn.run.extensions import BadExtension, code_of, load, make
+from cairn.run.extensions import BadExtension, code_of, load, make, syntax_tree
 from cairn.run.recipe import code_in
 
 
@@ -219,3 +222,37 @@ def test_a_sink_of_cairns_own_is_no_plug_in():
         ValueError, match=r"'csv' is a sink of Cairn's own: it is switched on as \[sinks.csv\]"
     ):
         SinksConfig.model_validate({"own": [{"name": "csv"}]})
+
+
+class Parses:
+    """Garbage whose destructor parses, as the logging of a traceback does."""
+
+    made = 0
+
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        ast.parse("one.two + three")
+        Parses.made += 1
+
+
+def test_the_collector_of_garbage_may_parse_while_a_tree_is_made():
+    source, frequency = Path(__file__).read_text(), gc.get_threshold()
+    gc.collect()
+    before = Parses.made
+    gc.set_threshold(20)
+    try:
+        for _ in range(5):
+            Parses()
+            assert ast.dump(syntax_tree(source)) == ast.dump(syntax_tree(source))
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*frequency)
+    gc.collect()
+    assert Parses.made == before + 5
+
+
+def test_only_one_function_makes_trees():
+    sources = Path(cairn.__file__).parent.rglob("*.py")
+    assert {file.name for file in sources if "ast.parse(" in file.read_text()} == {"extensions.py"}

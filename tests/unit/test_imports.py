@@ -11,6 +11,7 @@ from runs import REPOSITORY
 
 import cairn
 from cairn.run.directory import RunDirectory
+from cairn.run.extensions import syntax_tree
 
 SOURCES = Path(cairn.__file__).parent
 FLOORS = (
@@ -74,7 +75,7 @@ def modules(root: Path = SOURCES) -> dict[str, Path]:
 @functools.cache
 def tree(file: Path) -> ast.Module:
     """A file of the package, parsed. Tests must not change it."""
-    return ast.parse(file.read_text())
+    return syntax_tree(file.read_text())
 
 
 @functools.cache
@@ -180,7 +181,7 @@ def files_of_a_run() -> set[str]:
 def read_past_the_view(source: str, files: set[str]) -> set[str]:
     """What of a run a source reads by itself: the expressions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax_tree(source)):
         if isinstance(node, ast.Constant) and node.value in files:
             found.add(repr(node.value))
         if not isinstance(node, ast.Call):

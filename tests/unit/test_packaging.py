@@ -1,6 +1,5 @@
 """pyproject.toml, requirements.lock and the first scripts: what a fresh clone rests on."""
 
-import ast
 import importlib
 import itertools
 import json
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from cairn.run.extensions import syntax_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -74,7 +75,7 @@ def test_plugins_resolve(target):
     """Read, not imported: importing them would start vLLM."""
     module, name = target.split(":")
     source = (ROOT / "src").joinpath(*module.split(".")[1:]).with_suffix(".py")
-    defined = {node.name for node in ast.parse(source.read_text()).body if hasattr(node, "name")}
+    defined = {node.name for node in syntax_tree(source.read_text()).body if hasattr(node, "name")}
     assert name in defined
 
 

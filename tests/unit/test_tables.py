@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cairn
 from cairn.evaluate.evaluate import _names, _print_results
+from cairn.run.extensions import syntax_tree
 from cairn.run.tables import Cut, table_lines
 from cairn.tools.audit.report import Epoch, Report
 from cairn.tools.ckpt_output import print_audit
@@ -125,7 +126,7 @@ def test_an_audit_keeps_its_headers_and_numbers(width: int, capsys, monkeypatch)
 def test_every_table_is_made_here():
     """So that all of them keep these promises; the live view of a run has grids, which are drawn anew."""
     for file in {*Path(cairn.__file__).parent.rglob("*.py")} - {Path(terminal.__file__)}:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(syntax_tree(file.read_text())):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
             assert "rich.table" not in names, file

@@ -9,6 +9,7 @@ import pytest
 import cairn
 from cairn.config.cli import COMMANDS
 from cairn.config.settings import settings_of
+from cairn.run.extensions import syntax_tree
 from cairn.run.waiting import Backoff
 
 SOURCES = Path(cairn.__file__).parent
@@ -41,7 +42,7 @@ def messages() -> dict[str, str]:
     """Every formatted text of the sources, with {} for values, by file and text."""
     found = {}
     for file in SOURCES.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(syntax_tree(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
                 found[f"{file.relative_to(SOURCES)}: {text}"] = text
@@ -75,7 +76,7 @@ def test_the_settings_that_messages_name_exist():
 
 @pytest.mark.parametrize("file", [file for file in SOURCES.rglob("*.py") if "wait_for(" in file.read_text()])
 def test_waits_are_given_a_setting_that_exists(file: Path):
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(syntax_tree(file.read_text())):
         for keyword in node.keywords if isinstance(node, ast.Call) else []:
             if keyword.arg == "setting" and isinstance(keyword.value, ast.Constant):
                 assert keyword.value.value.removeprefix("--").replace("-", "_") in flags()

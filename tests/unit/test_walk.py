@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from test_imports import FLOORS, modules, room
 
+from cairn.run.extensions import syntax_tree
+
 ROOMS, CLIMBS, RETURNS = 47, 17, 36
 """What was reached; before there was a plan, it was 118, 63 and 122."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -33,7 +35,7 @@ class Walk:
         """What a module of the package consists of; nothing of other packages."""
         if module not in self.trees:
             text = self.files[module].read_text() if module in self.files else ""
-            self.trees[module] = ast.parse(text)
+            self.trees[module] = syntax_tree(text)
         return self.trees[module].body
 
     def follow(self, module: str, name: str, tracked: set[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.completion.chat import ChatFormat, Stopped, shown_text, shown_tokens
 from cairn.run.conversations import Message
 from cairn.run.errors import UsageError
+from cairn.run.extensions import syntax_tree
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def parser_names(setting: str) -> set[str] | None:
     vllm = importlib.util.find_spec("vllm")
     for folder in (vllm and vllm.submodule_search_locations) or ():
         try:
-            tree = ast.parse((Path(folder) / package / "__init__.py").read_text())
+            tree = syntax_tree((Path(folder) / package / "__init__.py").read_text())
         except (OSError, SyntaxError):
             continue
         for node in tree.body:
