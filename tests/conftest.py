@@ -20,10 +20,12 @@ pytest_plugins = ["runs", "groups", "clocks"]
 # processors it costs far more than it computes: tiny models take up to ten times as much processor time.
 torch.set_num_threads(1)
 
-# How long a test takes says more about the machine than about us. Each run draws other examples.
-settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
-)
+# How long a test takes says more about the machine than about us. Each run draws other examples, and
+# `scripts/test` fewer.
+for profile, examples in (("unhurried", 30), ("short", 8)):
+    settings.register_profile(
+        profile, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples
+    )
 settings.load_profile("unhurried")
 
 HERE = Path(__file__).parent

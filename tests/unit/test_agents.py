@@ -239,6 +239,7 @@ def test_a_reward_that_fails_is_asked_again_without_the_agent(task: Path, reward
     assert not list((task / "run" / "agents").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "agents"), [("plain", {2}), ("late", {3, 4})])
 def test_the_orchestrator_dies_before_the_reward(
     task: Path, monkeypatch: pytest.MonkeyPatch, reward: str, agents: set[int]
@@ -343,6 +344,7 @@ def test_where_a_reward_comes_from(task: Path, end: str, args: dict, reward: flo
     assert group.rollouts[0].parts == parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "args", "message"),
     [
@@ -577,6 +579,7 @@ def test_what_an_earlier_process_has_left_is_removed_and_no_folder_of_this_one(
     environment.close()
 
 
+@pytest.mark.slow
 def test_an_agent_whose_keeper_is_stopped_is_killed_with_all_that_it_has_started(task: Path):
     """Whoever must kill may be stopped itself: then somebody stands behind it."""
     started = task / "started"

@@ -176,6 +176,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_wrapped_modules_are_taken_apart(tmp_path: Path, wrapped: str, tied: bool) -> None:

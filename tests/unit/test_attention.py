@@ -158,6 +158,7 @@ FLEX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
@@ -373,6 +374,7 @@ def scorer(tmp_path: Path, group: RankGroup) -> Callable[..., Scorer]:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family", "compute", "rows", "taken"),
     [

@@ -70,6 +70,7 @@ def blank() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
+@pytest.mark.slow
 def test_a_rank_loads_from_there(step: tuple[RemoteStore, Path, Manifest], tmp_path: Path):
     """The same values as from the local folder; nothing but small files and headers is on the disk."""
     remote, folder, manifest = step
@@ -104,6 +105,7 @@ def test_only_what_is_asked_for_is_read(
     assert sum(network.bytes_down.values()) == half.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["value", "header"])
 def test_damage_there_is_found(step: tuple[RemoteStore, Path, Manifest], tmp_path: Path, where: str):
     """By the manifest's checksums, like damage on a disk."""
@@ -120,6 +122,7 @@ def test_damage_there_is_found(step: tuple[RemoteStore, Path, Manifest], tmp_pat
         load_step(away, blank())
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_is_no_wrong_value(
     step: tuple[RemoteStore, Path, Manifest], network: BadNetwork, tmp_path: Path
 ):
@@ -131,6 +134,7 @@ def test_a_store_that_fails_is_no_wrong_value(
         load_step(away, blank())
 
 
+@pytest.mark.slow
 def test_who_does_not_know_sees_damage(step: tuple[RemoteStore, Path, Manifest], tmp_path: Path):
     """A folder of beginnings never passes for a whole step, and damaged local headers are found."""
     remote, _, manifest = step

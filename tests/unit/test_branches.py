@@ -305,6 +305,7 @@ def test_the_ranking_is_stable(scores: dict[str, float | None]):
         assert scores[one] != scores[other] or order.index(one) < order.index(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["branches.before_record", "branches.recorded"])
 def test_a_decision_survives_whoever_makes_it(point: str, branches: Branches, tmp_path: Path):
     """Killed before or after it is on record: the next process comes to the same one, or finds it."""
@@ -370,6 +371,7 @@ def look_long(server: SupervisedServer, end: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_or_hangs_is_started_again_and_not_for_ever(tmp_path: Path):
     supervision = SupervisionConfig(heartbeat_timeout=5.1)
     config, rule = InferenceConfig(port=1), RestartRule(1)

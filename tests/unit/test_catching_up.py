@@ -243,6 +243,7 @@ def test_lost_roles_of_a_complete_run_are_written_again(tmp_path: Path, damage: 
 NAMES = ("metrics.jsonl", "evals.jsonl", "history.jsonl", "pins.json", "roles.json", "recipe.json")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(older=st.dictionaries(st.sampled_from(NAMES), st.sampled_from([3, 8, 12, None])), remote=st.booleans())
 def test_any_files_may_be_older_than_the_others(

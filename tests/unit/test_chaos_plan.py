@@ -110,6 +110,7 @@ def test_torn_lines_come_after_the_whole_ones(tmp_path: Path):
     assert len(left) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["TERM", "INT", "HUP"])
 @pytest.mark.parametrize(("target", "reached"), [("launcher", 1), ("group", 2), ("everyone", 3)])
 def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str, reached: int):

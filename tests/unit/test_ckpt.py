@@ -176,6 +176,7 @@ def kill_ckpt(fault: str, *arguments: object) -> None:
     assert done.returncode == -9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["commit.before_manifest", "commit.manifest_written", "commit.done"])
 def test_a_fork_that_is_killed_is_there_or_is_repeated(ckpt, tmp_path, store, fault: str):
     kill_ckpt(fault, "fork", store.folder(4), tmp_path / "new")
@@ -189,6 +190,7 @@ def test_a_fork_that_is_killed_is_there_or_is_repeated(ckpt, tmp_path, store, fa
 # Prunes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["retention.before_delete@2", "retention.manifest_deleted"])
 def test_a_prune_that_is_killed_is_repeated(ckpt, store: CheckpointStore, fault: str):
     """No step is half deleted, and the next prune deletes the rest."""

@@ -50,6 +50,7 @@ def url(bucket: Path, tmp_path: Path) -> str:
     return f"s3://bucket/{tmp_path.name}"
 
 
+@pytest.mark.slow
 def test_a_run_in_an_object_store_is_looked_at_as_one_on_a_disk(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -155,6 +156,7 @@ def remote(url: str) -> RemoteStore:
     return RemoteStore(Objects(url, retry_seconds=5))
 
 
+@pytest.mark.slow
 def test_copies_in_all_directions(ckpt, url: str, bucket: Path, model: Path, tmp_path: Path):
     """From here to there, there to there, and back; each copy is the step, and what claims the prefix."""
     first, second = (commit(tmp_path / "run", model, step) for step in (4, 8))
@@ -181,6 +183,7 @@ def test_copies_in_all_directions(ckpt, url: str, bucket: Path, model: Path, tmp
     assert not list(tmp_path.glob(".cairn-*")), "temporary folders are removed"
 
 
+@pytest.mark.slow
 def test_copies_that_make_no_sense(ckpt, url: str, model: Path, tmp_path: Path):
     """Nothing is written, and the sentence says what to do."""
     step = commit(tmp_path / "run", model, 4)
@@ -236,6 +239,7 @@ def test_a_copy_claims_the_prefix_before_a_step_is_there(
     remote(url).check_owner("run:2")
 
 
+@pytest.mark.slow
 def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path, tmp_path: Path):
     """Are those of the local steps."""
     steps = [commit(tmp_path / "run", model, step) for step in (4, 8)]
@@ -262,6 +266,7 @@ def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path,
     assert (refused.code, "give the run's local folder" in refused.output) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_what_commands_make_goes_to_a_url(ckpt, url: str, model: Path, tmp_path: Path, scheme: str):
     """The same files as in a local folder; and a run that goes on below the URL, or elsewhere."""
@@ -339,6 +344,7 @@ def test_a_fork_knows_where_its_step_was_uploaded_to(ckpt, url: str, model: Path
         assert uploads.origin() == (f"{url}/step_4" if remote_url else None)
 
 
+@pytest.mark.slow
 def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
     """The best, the last and pinned ones stay; what is being uploaded is left alone; damage is not newest."""
     for step, loss in ((2, 0.1), (4, 0.9), (6, 0.8), (8, 0.7), (10, 0.6)):
@@ -375,6 +381,7 @@ def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
     assert there.steps() == [2, 4, 8, 10]
 
 
+@pytest.mark.slow
 def test_prunes_what_is_left(ckpt, url: str, bucket: Path, model: Path, tmp_path: Path):
     """Of uploads that were cut a day ago; and, if asked, the steps that were set aside."""
     for step in (2, 4, 6):

@@ -52,6 +52,7 @@ def test_config_models_import_nothing_heavy():
     assert not imported_by(code) & HEAVY
 
 
+@pytest.mark.slow
 def test_a_launcher_imports_neither_torch_nor_ray(tmp_path: Path):
     """Its roles do, in processes of their own: `rl` has checked all but the server when it is refused."""
     arguments = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(tmp_path / "run")]
@@ -64,6 +65,7 @@ def test_a_launcher_imports_neither_torch_nor_ray(tmp_path: Path):
     assert not imported_by(code) & {"torch", "transformers", "ray", "vllm", "datasets"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*COMMANDS, "ckpt"])
 def test_help_of_the_installed_command(command: str):
     """Each command is there; its help has a usage line, ends with code 0, and imports nothing heavy."""
@@ -551,6 +553,7 @@ def test_a_value_in_the_place_of_a_section(tmp_path: Path, line: str):
         load(DPOConfig, ["@", str(file)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_hints_name_settings_that_exist(command: str):
     """Of every foreign name: what is suggested is not refused in its turn, and some command has it."""

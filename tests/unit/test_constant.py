@@ -88,6 +88,7 @@ def same_file(*folders: Path) -> bool:
     return len({(folder / SHARED).stat().st_ino for folder in folders}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"read_back": True}, {"packed": ("trainer",)}])
 def test_later_steps_share_the_files(make_saver, store, how: dict):
     """In files of their own, which the index names; all else is each step's own."""
@@ -138,6 +139,7 @@ def _bad_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [_gone, _cut, _other_header, _bad_manifest])
 def test_what_cannot_be_linked_is_written(make_saver, store, what: Callable[[Path], None]):
     """The parent was deleted or damaged since: the step is whole all the same."""
@@ -198,6 +200,7 @@ def test_values_that_changed_fail_the_save(make_saver, store):
     save(saver, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", ["save.before_part:kill", "save.before_fsync:EIO", "commit.before_manifest:EIO"]
 )

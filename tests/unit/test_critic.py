@@ -310,6 +310,7 @@ def keep(saver: Saver, store: CheckpointStore, step: int, state: TrainerState) -
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_before", [False, True], ids=["in the warm-up", "behind it"])
 def test_a_resumed_run_goes_on_bit_by_bit(
     group: RankGroup, folder: Path, saver: Saver, store: CheckpointStore, trained_before: bool

@@ -258,6 +258,7 @@ def damages(name: str) -> dict[str, Callable[[Path], object]]:
     return contents | {how: damage for how, damage in PLACES.items() if how != "a file"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", draws.cases(FILES, "damaged files", 6))
 def test_the_run_goes_on_or_says_what_is_wrong(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -437,6 +437,7 @@ def imported(written: Path, family: str, program: str, folder: Path) -> Path:
     return import_checkpoint(written / family / program, folder / "run", "dcp", model=model)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "program"),
     [
@@ -501,6 +502,7 @@ def returned(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("family", MODELS)
 def test_the_program_goes_on_from_an_exported_step(returned: Path, family: str, name: str):
@@ -510,6 +512,7 @@ def test_the_program_goes_on_from_an_exported_step(returned: Path, family: str, 
     assert found == pytest.approx(json.loads((returned / family / "losses.json").read_text()), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dcp", "torchtitan"])
 def test_the_program_goes_on_with_its_schedule(returned: Path, name: str):
     """The rate in the exported optimiser is the next step's; a restored schedule sets later ones."""

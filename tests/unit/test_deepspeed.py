@@ -100,6 +100,7 @@ def saved(trained: Trained, family: str, folder: Path, **more: object) -> Path:
     return commit(trained, store, 2, make(family, folder / "hf"), {**SETTINGS, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_an_export_comes_back(ckpt, tmp_path: Path, family: str):
     """As a universal checkpoint, without DeepSpeed's classes in its files, beside the tokenizer."""

@@ -421,6 +421,7 @@ def file_of(trainer: Trainer, name: str) -> Path:
     return next(bucket_of(trainer).glob(f"*/v{trainer.step}/{name}"))
 
 
+@pytest.mark.slow
 @through_store
 def test_a_server_elsewhere_downloads_what_has_changed(trainer: Trainer):
     """To the bit, once; versions whose folders are gone leave the object store, and nothing stays behind."""

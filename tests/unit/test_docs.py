@@ -43,6 +43,7 @@ def run_script(path: Path, *blocks: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @draws.in_turn("the programs of the docs", 0, 2)
 @pytest.mark.timeout(600)
 def test_rl_on_one_page_learns(tmp_path: Path):
@@ -123,6 +124,7 @@ def test_the_reference_has_every_setting_of_every_command():
     assert sorted(named) == sorted(cairn.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(DOCS.glob("tutorials/from-*.md")), ids=lambda page: page.stem)
 def test_names_of_other_trainers(page: Path):
     """What the tables call a setting here is one; who types the other name as a flag is told the same."""

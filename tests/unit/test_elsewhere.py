@@ -232,6 +232,7 @@ def test_the_same_program_here_and_elsewhere(tmp_path: Path):
     assert digest(elsewhere) == digest(here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["orchestrator", "process"])
 def test_processes_end_with_the_process_that_asks(victim: str):
     """Whoever is killed; with all that they have started."""

@@ -82,6 +82,7 @@ def test_a_tool_elsewhere_is_described_as_it_is_here(tmp_path: Path):
     assert [Tool(one).schema for one in there.tools] == schemas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Walk", "KeptWalk"])
 def test_a_world_whose_process_is_killed_at_every_step(tmp_path: Path, kind: str):
     """It is made again in the next process, by its steps or from its snapshot."""

@@ -58,6 +58,7 @@ def test_what_is_no_token_id_is_refused_with_file_and_value(tmp_path: Path, wron
         end_tokens(write(tmp_path, config={"eos_token_id": wrong}), 1)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(content=JSON, eos=JSON)
 def test_any_content_gives_token_ids_or_an_error_that_names_the_file(

@@ -622,6 +622,7 @@ class Agent:
         return float(len(messages[-2]["content"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", draws.cases(list(ALL_WAYS), "ways", 3))
 def test_a_rollout_through_the_endpoint_is_the_one_with_the_model_itself(way: str, tmp_path: Path):
     """Token for token, as one branch; also where whoever records a turn is killed, again and again."""

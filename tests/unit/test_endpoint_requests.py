@@ -616,6 +616,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return write_chat(tmp_path_factory.mktemp("chat"), "qwen3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [RULES, CHECKING], ids=["refuse", "check"])
 def test_no_body_is_the_endpoints_failure(chat: ChatFormat, rules: Rules):
     """Whatever is sent is answered, or refused as a fault of the request; never with a 5xx, or twice."""

@@ -109,6 +109,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "moe"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_what_is_counted_is_what_a_sharded_model_holds(kind: str, compute: str, folder: Callable[..., Path]):

@@ -167,6 +167,7 @@ def test_copies_in_another_machines_memory_cost_a_step_at_most():
     assert run.lost["copies"] == pytest.approx(0.05 * run.steps)
 
 
+@pytest.mark.slow
 def test_steps_in_memory_survive_ranks_and_drivers_only():
     keeping = replace(SMALL, memory=NearCopies(0.0, 0.2, ("rank", "driver")))
     option = PlanOption(100, memory=True)

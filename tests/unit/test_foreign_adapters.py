@@ -72,6 +72,7 @@ STARTS += [("orthogonal", False), ("mica", False)]
 STARTS += [(start, rslora) for start in ("pissa", "olora") for rslora in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "rslora"), draws.cases(STARTS, "starts", 4))
 def test_starts_that_are_merged(base: Path, tmp_path: Path, start: Any, rslora: bool) -> None:
     """T11: PiSSA and OLoRA take their first product away from the base, into which they were merged."""

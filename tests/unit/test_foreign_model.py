@@ -56,6 +56,7 @@ def assert_same_model(ours: Path, theirs: Path) -> None:
     assert torch.equal(*(model(input_ids=inputs).logits for model in models))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
 @pytest.mark.parametrize("name", sorted({"dcp", "pt", "gguf"} & EXPORTERS.keys()))
 def test_every_format_that_is_written_starts_a_run(

@@ -80,6 +80,7 @@ def facts(tmp_path: Path, server: ForkServer | None, **how: Any) -> dict[str, An
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_session", [False, True])
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_forked_process_is_as_an_executed_one(
@@ -105,6 +106,7 @@ def test_a_forked_process_is_as_an_executed_one(
     assert forked["blocked"] == [signal.SIGHUP]
 
 
+@pytest.mark.slow
 def test_what_is_forked(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Our commands and their processes, unless what differs is a module, or a variable read at import."""
     bin = Path(sys.executable).parent

@@ -78,6 +78,7 @@ def test_equal_values_make_equal_files(tmp_path: Path):
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_tied", "qwen3_moe"])
 def test_a_state_dict_in_one_file(ckpt: Callable[..., Finished], tmp_path: Path, family: str):
     """transformers' own model takes it as it is; and it comes back as a step of weights."""

@@ -144,6 +144,7 @@ def test_cairn_makes_trainers_next_step(
     assert_same_weights(state, ran.out / "checkpoint-3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_makes_cairns_next_steps(
     ckpt: Callable[..., Finished], group: RankGroup, tmp_path: Path, family: str

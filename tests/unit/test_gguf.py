@@ -171,6 +171,7 @@ def compared(one: Path, other: Path, *, exact: bool = True) -> None:
         assert torch.allclose(theirs[name], tensor, atol=2.0**-22), name
 
 
+@pytest.mark.slow
 def test_programs_compute_the_same(family: str, step: Path, tmp_path: Path):
     """Transformers' loader, which has no Gemma 1; and a run that begins from what is imported again."""
     found = export(step, tmp_path / "out", "gguf", WriteOptions())

@@ -118,6 +118,7 @@ def config_of(
     return config.model_copy(update={"environment": settings, **changed})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ["Ranked", "Slowly"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_group_is_rewarded_by_one_call_whoever_dies(

@@ -144,6 +144,7 @@ def test_names_of_other_trainers_have_an_answer(command: str, names: str):
         _answered(command, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_answers_name_settings_of_the_command(command: str):
     root = settings_of(COMMANDS[command])

@@ -369,6 +369,7 @@ def try_it(made: Made, new: Path, what: str) -> None:
         store.delete(step)
 
 
+@pytest.mark.slow
 def test_a_file_is_not_what_it_should_be(made: Made, tmp_path: Path):
     """Each file, replaced in each way."""
     for file in read_files(made.folder):
@@ -403,6 +404,7 @@ def with_value(value: Any, place: tuple[Any, ...], wrong: object) -> Any:
     return copied
 
 
+@pytest.mark.slow
 def test_a_value_is_not_what_it_should_be(made: Made, tmp_path: Path):
     """Values in files of JSON and of torch.save, replaced by numbers that are none, paths, and so on."""
     for file in read_files(made.folder):

@@ -238,6 +238,7 @@ def test_imports_go_down():
     assert upward(graph()) == []
 
 
+@pytest.mark.slow
 def test_the_floors_of_launch_are_as_it_says():
     """A part imports from floors below its own."""
     text = (SOURCES / "launch/__init__.py").read_text().partition(":\n\n    ")[2].rstrip('"\n')
@@ -254,6 +255,7 @@ def test_the_floors_of_launch_are_as_it_says():
     )
 
 
+@pytest.mark.slow
 def test_rooms_take_only_the_version_from_the_package_itself():
     taken = {
         alias.name

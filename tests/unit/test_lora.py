@@ -231,6 +231,7 @@ def test_another_base_is_refused_by_name(base: Path, group: RankGroup, tmp_path:
     state_of(step / "model", group, moved).load(step)
 
 
+@pytest.mark.slow
 def test_steps_can_hold_the_base(base: Path, group: RankGroup, tmp_path: Path):
     """Once, for all of them; with the source gone a run goes on from it, and so does everything else."""
     source, root = tmp_path / "source", tmp_path / "run"
@@ -288,6 +289,7 @@ def test_a_base_that_changed_is_not_saved(base: Path, group: RankGroup, tmp_path
     assert not (tmp_path / "other" / "step_4" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_exports_hold_the_merged_model_or_the_adapter(base: Path, group: RankGroup, tmp_path: Path):
     """Transformers opens the one, PEFT the other, and both give the trainer's logits."""
     state, step = learned(base, group, tmp_path / "run")

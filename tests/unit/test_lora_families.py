@@ -51,6 +51,7 @@ def begun(family: str, group: RankGroup, folder: Path, **lora: object) -> tuple[
     return base, policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_three_ways_to_the_same_logits(family: str, group: RankGroup, tmp_path: Path):
     """The model in training, PEFT with what is saved of it, and a whole model of what servers get."""

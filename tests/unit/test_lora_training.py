@@ -153,6 +153,7 @@ def check_chain_rule(adapter: Trained, whole: Trained) -> None:
     assert all(p.grad is None for p in frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_of_the_merged_model(name: str, group: RankGroup, tmp_path: Path):
     """Its metrics too, in every update of a batch, whatever the task."""

@@ -64,6 +64,7 @@ class Fragile(lost_work.System):
         return self.out / f"save-{step}", self.out / f"save-{step}" / "last"
 
 
+@pytest.mark.slow
 def test_a_run_that_needs_help_gets_it_and_it_is_counted(tmp_path: Path):
     """The newest checkpoint is removed after two failed starts, and the run goes on from the one before."""
     system = Fragile(lost_work.Task("sft", 8, 2, 0, 0), tmp_path / "run", tmp_path)

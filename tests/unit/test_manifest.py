@@ -250,6 +250,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_a_hundred_megabytes_are_refused_in_little_memory(tmp_path: Path, garbage: str):
     """With a short message, before anything is made of it: 2 GiB of address space are enough."""

@@ -187,6 +187,7 @@ def content(step: Path) -> bytes:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACED)
 def test_any_node_may_be_lost(name: str, folder: Path, tmp_path: Path):
     """Wherever the ranks are, the others have the bytes of one process's file; ranks that are placed anew go
@@ -221,6 +222,7 @@ def test_any_node_may_be_lost(name: str, folder: Path, tmp_path: Path):
     again.together(lambda rank: again.steps[rank].close())
 
 
+@pytest.mark.slow
 def test_two_nodes_in_a_row_are_too_many(folder: Path):
     """A node's part is in its own memory and in the next one's. Others are not enough for a step."""
     ranks = RanksOnNodes(folder, ["n0", "n1", "n2"])
@@ -324,6 +326,7 @@ def test_a_slow_transfer_is_not_overtaken(folder: Path):
     assert ranks.steps[0].metrics().keys() == {"time/memory", "time/memory_peer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "left"), [("peer.sending", 1), ("peer.sent", 2)])
 def test_a_copy_that_fails_is_said_and_training_goes_on(
     point: str, left: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

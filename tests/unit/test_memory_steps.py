@@ -142,6 +142,7 @@ def test_ranks_make_the_files_of_one_process(name: str, folder: Path, tmp_path: 
     assert made.read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_flipped_bit_is_noticed_and_passed_over(seed: int, folder: Path, caplog: pytest.LogCaptureFixture):
     """Wherever it is in the tensor files; the step before is whole."""
@@ -158,6 +159,7 @@ def test_a_flipped_bit_is_noticed_and_passed_over(seed: int, folder: Path, caplo
     assert newest(folder) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "left"), [("begin", 2), ("copied", 2), ("sealed", 3)])
 def test_a_copy_that_does_not_end_leaves_the_step_before(
     point: str, left: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -86,6 +86,7 @@ def run_through(config: OrchestratorConfig, folder: Path, seed: int, deaths: int
     return trainer.trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_each_environment_is_trained_on_by_its_weight_whoever_dies(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int

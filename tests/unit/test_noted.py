@@ -171,6 +171,7 @@ def test_what_a_writer_did_not_ask_for_is_read_to_compare_it(
 # Conversions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "BF16"])
 @pytest.mark.parametrize("name", ["hf", "dcp", "pt"])
 def test_damage_between_writing_and_comparing_an_export(

@@ -129,6 +129,7 @@ def test_an_episode(servers: Any, tmp_path: Path):
     assert len(model.asked) >= 6
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_at_every_step(servers: Any, tmp_path: Path):
     """Episodes are begun again on the next one; what is learned is as undisturbed, and sampled once."""
     calm, stormy = servers("calm"), servers("stormy", mortal=True)

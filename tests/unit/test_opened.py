@@ -27,6 +27,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return import_checkpoint(write_example(folder / "model", tied=False), folder / "run", "hf")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("hf", None), ("hf", "BF16"), ("pt", None), ("gguf", None)])
 def test_what_is_exported_computes_the_same(step: Path, tmp_path: Path, name: str, dtype: str | None) -> None:
     found = export(step, tmp_path / "out", name, WriteOptions(dtype))

@@ -39,6 +39,7 @@ def remote(scheme: str, request: pytest.FixtureRequest) -> RemoteStore:
     )
 
 
+@pytest.mark.slow
 def test_a_step_goes_there_and_comes_back(remote: RemoteStore, tmp_path):
     """Byte for byte; a file larger than a part is sent in parts, and equal content is copied there."""
     folder, manifest = make_step(tmp_path, 4, FILES)

@@ -29,6 +29,7 @@ def test_type_checkers_may_read_the_package():
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["cairn"]
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_all_files_of_the_package(tmp_path):
     """Modules, scripts, the page, templates of projects, the marker for type checkers, and nothing else."""
     source = tmp_path / "source"
@@ -191,6 +192,7 @@ class TestScripts:
         assert ends[0] == f"export PATH={uv.parent}:$PATH"
         assert "PATH" not in ends[1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("there", "asked", "removed", "gets"),
         [

@@ -117,6 +117,7 @@ def test_blocks_cover_a_range_and_never_span_a_boundary(offset: int, nbytes: int
     assert all(n > 0 and a // BLOCK_BYTES == (a + n - 1) // BLOCK_BYTES for a, n in blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_back", [False, True])
 def test_a_packed_save_comes_back_bit_by_bit(make_saver, store, read_back: bool):
     """By loading, by the Python API and tensor by tensor; the model's files are as ever."""
@@ -146,6 +147,7 @@ def test_a_packed_save_comes_back_bit_by_bit(make_saver, store, read_back: bool)
     assert torch.equal(by_api["w"]["exp_avg"], tensors[OPTIMIZER]["w.exp_avg"])
 
 
+@pytest.mark.slow
 def test_contents_are_those_of_plain_files(make_saver, store):
     """The same checksums, also of several files with an index."""
     packed = save(make_saver(max_file_bytes=LONG), 1, state())
@@ -160,6 +162,7 @@ def test_contents_are_those_of_plain_files(make_saver, store):
     assert equal(loaded, state())
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_into_memory_is_packed_in_pieces(make_saver, store):
     """Of the smallest arena, whose end some blocks lie across; the files are the same."""
     tensors = state(length=8_000_001)
@@ -187,6 +190,7 @@ def test_a_fork_is_packed_too(make_saver, store, tmp_path: Path):
     assert equal(loaded, state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["save.write:ENOSPC@2", "save.write:kill@3", "save.before_fsync:EIO"])
 def test_a_failed_save_leaves_no_step_and_the_next_is_good(make_saver, store, monkeypatch, point: str):
     monkeypatch.setattr(faults, "_reached", {})
@@ -305,6 +309,7 @@ HOSTILE: dict[str, Callable[[dict, bytearray], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOSTILE)
 def test_hostile_tables_and_data_are_refused(saved: Path, how: str):
     """With an error that names the file, whatever the manifest says, and no more memory than a block."""

@@ -418,6 +418,7 @@ QUERIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(ROWS, QUERIES, st.integers(0, 10))
 def test_the_index_finds_what_looking_at_each_rollout_finds(
@@ -765,6 +766,7 @@ def served(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", int, str]]
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_page_listens_on_this_machine_only_and_ends_with_ctrl_c(
     served: tuple["subprocess.Popen[str]", int, str],
 ):

@@ -437,6 +437,7 @@ def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatc
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", draws.cases(list(EDITS), "edited meanwhile", 6))
 def test_a_ledger_that_is_edited_under_the_run_trains_no_prompt_twice(
     configuration: OrchestratorConfig, tmp_path: Path, how: str
@@ -820,6 +821,7 @@ class Even(ReverseText):
         return 0.5 if problem % 2 else float(len(answer) % 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", draws.cases(range(6), "redrawn", 3))
 def test_prompts_that_teach_nothing_are_replaced(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int

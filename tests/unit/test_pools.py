@@ -159,6 +159,7 @@ def test_easy_and_hard_problems_rest_whoever_dies(
     assert proved(config, run.ledger) == {"resting"}, "somebody has altered what they rested for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["nothing", "rewind", "ledger"])
 @pytest.mark.parametrize("seed", draws.cases(range(3), "pools", 1))
 def test_the_pools_are_in_the_checkpoint(

@@ -120,6 +120,7 @@ finally:
     }
 
 
+@pytest.mark.slow
 def test_who_gets_no_processor_starves():
     """And who wants none does not."""
     with process(SPINS, session=False) as hog, process(SPINS, session=False) as victim:

@@ -154,6 +154,7 @@ def otherwise(dumped: dict[str, Any], place: tuple[Any, ...]) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_value_of_the_configuration_is_compared_or_free_by_the_list(cls: type[BaseModel]):
     """One at a time: also that of a field which is added tomorrow."""
@@ -550,6 +551,7 @@ def test_how_answers_are_compared_is_part_of_the_recipe(tmp_path: Path, capsys: 
     assert '--orchestrator.advantage.args: {} -> {"normalize": false}' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_environment_is_known_by_its_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By all of them, also by what could be seen of it in time, and by what it says of itself."""
 

@@ -78,6 +78,7 @@ def test_a_recipe_is_run_once_and_its_results_come_from_the_run_directories(
     assert "steps 1 to 2, loss: the same to the bit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_results_of_other_seeds_stay_while_nothing_has_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -117,6 +118,7 @@ def test_results_of_other_seeds_stay_while_nothing_has_changed(
     assert seeds("1") == ["1"], "another command"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "instructions", "code", "said"),
     [

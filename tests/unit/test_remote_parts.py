@@ -142,6 +142,7 @@ def test_parts_that_only_the_store_knows_of(
     assert remote.verify(4) == step[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mood", draws.cases(["storm", "drops", "damage", "reorder", "slow"], "networks", 2))
 def test_uploads_go_on_through_bad_networks(
     remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], mood: str
@@ -183,6 +184,7 @@ def test_a_store_that_is_away_for_long(
     assert remote.verify(4) == step[1]
 
 
+@pytest.mark.slow
 def test_a_network_that_is_too_slow(
     remote: RemoteStore,
     network: BadNetwork,
@@ -211,6 +213,7 @@ def test_a_network_that_is_too_slow(
     assert remote.verify(4) == step[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["aborted", "replaced", "note"])
 def test_an_upload_that_is_not_what_was_noted(
     remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], change: str
@@ -239,6 +242,7 @@ def test_an_upload_that_is_not_what_was_noted(
     assert network.uploads == {}
 
 
+@pytest.mark.slow
 def test_an_object_whose_last_answer_was_lost(
     remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], tmp_path: Path
 ):
@@ -305,6 +309,7 @@ def unchanged(step: tuple[Path, Manifest], root: Path, number: int) -> tuple[Pat
     return make_step(root, number, {FILE: LARGE, "trainer/state.json": b"[]"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [multipart.MOST_PARTS, 2])
 def test_chunks_that_the_newest_step_has_are_copied_there(
     remote: RemoteStore,
@@ -350,6 +355,7 @@ def test_files_that_the_newest_step_has_are_copied_there(
     assert remote.verify(6) == newer[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("next_step", [changed, unchanged])
 @pytest.mark.parametrize("problem", draws.cases(["damaged", "gone", "silent", "refused"], "copies", 2))
 def test_copies_that_do_not_succeed_are_sent(
@@ -399,6 +405,7 @@ def test_files_that_are_too_large_for_one_copy(
     assert remote.verify(6) == again[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ckpt fork", "--ckpt.resume", "deleted", "another bucket"])
 def test_a_fork_copies_from_where_it_came(
     remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], tmp_path: Path, way: str

@@ -127,6 +127,7 @@ def test_the_manifest_that_commits_is_last(remote: RemoteStore, tmp_path: Path):
     assert remote.verify(4) == manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_files_that_were_sent_and_are_gone_are_sent_again(
     remote: RemoteStore, url: tuple[str, Path], tmp_path: Path, damage: str
@@ -636,6 +637,7 @@ def test_a_step_is_there_without_the_catalog(remote: RemoteStore, tmp_path: Path
     assert remote.steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mood", ["storm", "drops", "damage", "slow"])
 def test_bad_networks(s3: Path, mood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Requests are made again, also where the answer to one that took effect was lost."""
@@ -655,6 +657,7 @@ def test_bad_networks(s3: Path, mood: str, tmp_path: Path, monkeypatch: pytest.M
     assert network.refused == []
 
 
+@pytest.mark.slow
 def test_a_download_that_takes_longer_than_a_request_may(
     s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -812,6 +815,7 @@ class TestUploads:
         names = (name for name, _ in remote.objects.list() if name.startswith("step_"))
         return sorted({int(name.partition("/")[0].removeprefix("step_")) for name in names})
 
+    @pytest.mark.slow
     def test_what_nobody_will_go_on_with_is_removed(
         self,
         store: CheckpointStore,

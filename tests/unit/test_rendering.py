@@ -212,6 +212,7 @@ def with_calls(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerB
     return write_chat(tmp_path_factory.mktemp("qwen2"), "qwen2").tokenizer
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(arguments=_objects(VALUES), schema=_objects(VALUES), as_text=st.booleans())
 def test_any_value_of_a_call_or_a_tool_is_learned_as_it_is_written(

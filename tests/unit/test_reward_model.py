@@ -76,6 +76,7 @@ def test_one_token_behind_the_answer_stands_for_its_reward(length: int, kept: in
     assert not with_reward_token(sample.unlearned(), 8).loss_mask.any()
 
 
+@pytest.mark.slow
 def test_chosen_answers_get_greater_rewards(group: RankGroup, folder: Path, tmp_path: Path):
     """And transformers and the reward function give the rewards that the trainer gives."""
     state, task = begin(group, folder, tmp_path)

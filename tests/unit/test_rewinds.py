@@ -131,6 +131,7 @@ def test_the_weights_of_a_rewound_step_are_those_of_the_checkpoint(
     assert all(after[name] == before[name] + 1 for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen_again", [True, False])
 def test_a_crash_on_the_way_back_changes_nothing(
     example: dict[str, Any],
@@ -162,6 +163,7 @@ def test_a_crash_on_the_way_back_changes_nothing(
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_retention_leaves_the_step_to_go_back_to(
     example: dict[str, Any],
     spiking: set[int],
@@ -320,6 +322,7 @@ def test_in_rl_versions_and_batches_go_on(
     assert_same_bits(critics(crashed, 8), critics(straight, 8))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_again_and_again_ends(
     example: dict[str, Any],
     spiking: set[int],

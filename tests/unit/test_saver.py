@@ -230,6 +230,7 @@ def test_a_state_that_does_not_fit_into_memory_is_saved_in_pieces(make_saver, st
         assert on_disk(store.folder(step), large(0)) == bits(large(step))
 
 
+@pytest.mark.slow
 def test_pieces_give_the_same_files(make_saver, store):
     plain, in_pieces = make_saver(), make_saver(room=lambda nbytes: 0)
     save(plain, 1, large(7))
@@ -238,6 +239,7 @@ def test_pieces_give_the_same_files(make_saver, store):
         assert filecmp.cmp(store.folder(1) / name, store.folder(2) / name, shallow=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "error"), [("save.write:ENOSPC@2", SaveFailed), ("save.write:kill@5", WriterDied)]
 )

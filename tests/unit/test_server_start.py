@@ -60,6 +60,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [True, False])
 def test_somebody_elses_server_is_not_ours(started, dies: bool):
     """It comes to the port between our look at the address and our server's own."""

@@ -457,6 +457,7 @@ def test_clients_side_by_side_get_what_each_gets_alone(base: AdapterBase, tmp_pa
     assert found["beside"][1] != found["beside"][0]
 
 
+@pytest.mark.slow
 def test_a_state_saved_between_a_pass_and_its_update_is_gone_on_from(base: AdapterBase, tmp_path: Path):
     """The gradients are in no file: a model that has made room for another one computes them again."""
     found: list[Any] = []
@@ -510,6 +511,7 @@ def test_checkpoints_are_saved_loaded_replaced_and_deleted(base: AdapterBase, tm
 # Who may do what
 
 
+@pytest.mark.slow
 def test_tenants_see_nothing_of_each_other(base: AdapterBase, tmp_path: Path):
     """Another tenant's models, futures, checkpoints and sessions look as if they were not there."""
     with Serving(settings(tmp_path), base) as service:
@@ -559,6 +561,7 @@ def test_tenants_see_nothing_of_each_other(base: AdapterBase, tmp_path: Path):
             LightClient(service.url, "tml-nobody-0123456789")
 
 
+@pytest.mark.slow
 def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
     with Serving(settings(tmp_path), base) as service:
         bob = LightClient(service.url, BOB, again=(408,))
@@ -582,6 +585,7 @@ def test_quotas_bound_models_calls_and_room(base: AdapterBase, tmp_path: Path):
         assert caught.value.status == 429  # which clients send again
 
 
+@pytest.mark.slow
 def test_what_nobody_needs_of_calls_is_forgotten(base: AdapterBase, tmp_path: Path):
     """The requests of samples that are drawn, those before the oldest state, and answers after some hours."""
     with Serving(settings(tmp_path, answer_hours=1e-6), base) as service:
@@ -632,6 +636,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_can_not_be_computed_is_refused_and_changes_nothing(base: AdapterBase, tmp_path: Path):
     with Serving(settings(tmp_path), base) as service:
         client = LightClient(service.url, ALICE)

@@ -41,6 +41,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(events=EVENTS)
 def test_sessions_stay_and_queues_are_bounded(events: list[tuple[str, int, int]], tmp_path_factory):

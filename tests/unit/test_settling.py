@@ -372,6 +372,7 @@ def test_what_a_cluster_lacks_is_said_while_the_command_waits(
     assert [SFTConfig.model_validate_json(asked[-2]).workers for asked in answer.asked] == [16, None]
 
 
+@pytest.mark.slow
 def test_an_address_where_nothing_listens_is_said_before_a_run_begins():
     """With a real program that asks."""
     with pytest.raises(RoleFailed, match=r"no Ray cluster at --ray.address 127.0.0.1:1: .*refused"):

@@ -51,6 +51,7 @@ def test_ranges_are_what_torch_gives_to_each_rank(case):
     assert sorted(owned) == list(range(math.prod(shape)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
 @pytest.mark.parametrize("source", PLACED)
 def test_any_mesh_reads_what_any_mesh_wrote(

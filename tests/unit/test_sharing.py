@@ -244,6 +244,7 @@ def of_turns(configuration: OrchestratorConfig, folder: Path, steps: int) -> Orc
     return in_folder(configuration, folder, steps, 0).model_copy(update={"colocated": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_no_step_is_trained_beside_a_server_that_is_awake(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
@@ -262,6 +263,7 @@ def test_no_step_is_trained_beside_a_server_that_is_awake(
     assert sleepers.asleep, "nothing is sampled from the last policy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_last_policy_is_evaluated_and_the_servers_sleep_again(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
@@ -282,6 +284,7 @@ def test_the_last_policy_is_evaluated_and_the_servers_sleep_again(
     assert run.versions.may_train(ATTEMPT, 7), "a trainer that dies in its last save may take steps again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_an_evaluation_that_a_death_interrupts_goes_on_although_the_next_batch_is_shipped(
     configuration: OrchestratorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

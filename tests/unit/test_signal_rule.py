@@ -257,6 +257,7 @@ def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeyp
 # Commands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "number", "code", "message"),
     [

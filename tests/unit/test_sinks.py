@@ -682,6 +682,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "warning: not everything was sent to broken_sinks:Broken" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_and_sends_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = begun(tmp_path / "run", tensorboard={})
     run.metrics.append(row(1))
@@ -703,6 +704,7 @@ def test_a_killed_process_is_replaced_and_sends_the_rest(tmp_path: Path, monkeyp
     assert told == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path):
     """By its sinks, which live on for a moment; those of the next attempt send what they have not."""
     told = tmp_path / "told"

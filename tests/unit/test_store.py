@@ -327,6 +327,7 @@ def dangle(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [truncate, extend, empty, Path.unlink, make_folder, dangle])
 def test_every_cut_or_missing_file_is_found_and_named(
     store: CheckpointStore, original: Path, damage: Callable[[Path], None]
@@ -435,6 +436,7 @@ def test_tensors_that_nobody_asked_for_are_an_error(store: CheckpointStore):
         )
 
 
+@pytest.mark.slow
 def test_the_command_finds_damage(store: CheckpointStore):
     """`ckpt verify` ends with 1 and names the file if a step is damaged, else with 0."""
     assert ckpt("verify", store.root)[0] == 0

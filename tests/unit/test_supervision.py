@@ -116,6 +116,7 @@ def look(watch: Watch, seconds: float = DEADLINE) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_told_from_a_slow_one(child: Child):
     """One that works on the same thing gives signs of life; one that is stopped does not."""
     watch = child.watch(silence=2 * INTERVAL, standstill=600)
@@ -129,6 +130,7 @@ def test_a_stopped_process_is_told_from_a_slow_one(child: Child):
     assert problem == "no sign of life for 2 s (last: step 7); --heartbeat-timeout allows more"
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_on_hangs(child: Child):
     """Unless it waits for somebody, which has a deadline of its own; another thread's wait is none of its."""
     assert look(child.watch(silence=600, standstill=1)) == (
@@ -141,6 +143,7 @@ def test_a_process_that_does_not_come_on_hangs(child: Child):
     assert look(child.watch(silence=600, standstill=1), 2.5) is None
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_weights_is_given_more_time(child: Child):
     """But only so much: further answers about the same update are no progress."""
 
@@ -378,6 +381,7 @@ def test_a_damaged_roles_file_ends_no_run_that_could_save(tmp_path: Path):
 # Damage on the way to servers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "attempts"), [(("--ckpt",), [1, 2, 3]), ((), [1])])
 def test_a_policy_that_is_damaged_again_at_the_same_step_ends_the_run(
     tmp_path: Path,

@@ -38,6 +38,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]]]:
     return [draw(HEAD) for _ in kinds], rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @given(table=tables())
 @settings(max_examples=150, deadline=None)
@@ -56,6 +57,7 @@ def test_a_number_is_never_broken_and_no_line_is_too_wide(table, width: int):
     assert all(word in heads for name in columns for word in name.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @given(cells=st.lists(TEXT, min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)

@@ -266,6 +266,7 @@ def standard(schema: Any) -> Any:
     return {"anyOf": [whole, {"type": "null"}]} if schema.get("nullable") is True else whole
 
 
+@pytest.mark.slow
 @given(hint=ANY, value=VALUES)
 @settings(max_examples=300, deadline=None)
 def test_a_call_that_fits_what_is_told_is_accepted(hint: Any, value: Any):

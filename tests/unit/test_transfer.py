@@ -181,6 +181,7 @@ def test_a_policy_arrives_whole_however_the_ranks_share_it(placed: str, dtype: t
         sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["copies of shards", "blocks", "FSDP2 over tensor parallelism"])
 def test_each_rank_sends_what_it_can(placed: str):
     """A rank whose delta is ready sends that, another one all of its share; together they make the policy."""

@@ -63,6 +63,7 @@ def actor(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "run" / f"global_step_{COUNTED}" / "actor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_every_bit_is_read(written: Path, family: str):
     """Weights, moments and the step, from shards of rows and columns, and from copies."""
@@ -116,6 +117,7 @@ def test_the_places_of_a_checkpoint(actor: Path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_cairn_goes_on_with_the_programs_next_step(
     group: RankGroup, written: Path, tmp_path: Path, family: str
@@ -125,6 +127,7 @@ def test_cairn_goes_on_with_the_programs_next_step(
     assert_goes_on(step, group, written / family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_the_critic_goes_on_too(group: RankGroup, written: Path, tmp_path: Path, family: str):
     """Every bit of it; a head that the program calls otherwise; and its own next losses."""

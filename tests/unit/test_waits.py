@@ -54,6 +54,7 @@ def flags() -> set[str]:
     return {".".join(leaf.path) for config in COMMANDS.values() for leaf in settings_of(config).leaves()}
 
 
+@pytest.mark.slow
 def test_a_message_that_time_ran_out_names_a_setting():
     found = messages()
     nameless = {key for key, text in found.items() if WAITED.search(text) and "allows more" not in text}

@@ -168,6 +168,7 @@ def test_control_characters_of_a_run_do_not_steer_the_terminal(tmp_path: Path, s
     assert "[red]x 0.5" in " ".join(out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_terminal_follows_a_run_until_it_ends(tmp_path: Path, width: int):
     """In a real pseudo-terminal: what changes is drawn again in its place, and the end is seen."""

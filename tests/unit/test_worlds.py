@@ -187,6 +187,7 @@ def test_a_world_is_interrupted_at_every_call(kind: type[Walk], tmp_path: Path):
         assert lengths == [*range(1, len(path)), len(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binary", [False, True])
 def test_a_world_that_can_not_be_walked_again_is_restored(binary: bool, tmp_path: Path):
     """Each step is taken once, however often everything is killed; nothing of the snapshots stays."""
