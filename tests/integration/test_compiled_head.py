@@ -1,5 +1,6 @@
 """The head's passes as torch.compile makes them, which takes a C++ compiler here and most of a minute."""
 
+import draws
 import torch
 
 from cairn.trainer.scoring.passes import IN_PLACE, compiled
@@ -7,6 +8,7 @@ from cairn.trainer.scoring.passes import IN_PLACE, compiled
 VOCABULARY = 97
 
 
+@draws.in_turn("compiled kernels", 0, 2)
 def test_compiled_passes_compute_the_same_for_any_number_of_rows():
     """With one compilation of each, whatever the number of rows."""
     draw, fused, compilations = torch.Generator().manual_seed(0), compiled(), []

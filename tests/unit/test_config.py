@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+import draws
 import pytest
 from pydantic import BaseModel, Discriminator, Tag, ValidationError
 from tiny import EXAMPLE
@@ -66,7 +67,7 @@ def test_a_launcher_imports_neither_torch_nor_ray(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [*COMMANDS, "ckpt"])
+@pytest.mark.parametrize("command", draws.cases([*COMMANDS, "ckpt"], "help", 4))
 def test_help_of_the_installed_command(command: str):
     """Each command is there; its help has a usage line, ends with code 0, and imports nothing heavy."""
     path = Path(sys.executable).parent / command
@@ -554,7 +555,7 @@ def test_a_value_in_the_place_of_a_section(tmp_path: Path, line: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", draws.cases(list(COMMANDS), "hints", 3))
 def test_hints_name_settings_that_exist(command: str):
     """Of every foreign name: what is suggested is not refused in its turn, and some command has it."""
     root = settings_of(COMMANDS[command])

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import string
 
+import draws
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,7 +146,7 @@ def test_names_of_other_trainers_have_an_answer(command: str, names: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("command", draws.cases(sorted(COMMANDS), "answers", 3))
 def test_answers_name_settings_of_the_command(command: str):
     root = settings_of(COMMANDS[command])
     known = {".".join(leaf.path) for leaf in root.leaves() if leaf.path not in hidden_settings(root)}

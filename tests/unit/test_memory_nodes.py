@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import torch
 from fake_ranks import PLACED, FakeRank, tensors_of
@@ -188,7 +189,7 @@ def content(step: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", draws.cases(list(PLACED), "a lost node", 3))
 def test_any_node_may_be_lost(name: str, folder: Path, tmp_path: Path):
     """Wherever the ranks are, the others have the bytes of one process's file; ranks that are placed anew go
     on from there, and spare what they came from until the next step is whole."""

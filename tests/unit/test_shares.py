@@ -4,6 +4,7 @@ import itertools
 import math
 from pathlib import Path
 
+import draws
 import pytest
 import torch
 from fake_ranks import COLUMNS, COPIES, PLACED, ROWS, FakeRank, local_of, tensors_of
@@ -53,7 +54,7 @@ def test_ranges_are_what_torch_gives_to_each_rank(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
-@pytest.mark.parametrize("source", PLACED)
+@pytest.mark.parametrize("source", draws.cases(list(PLACED), "shares", 4))
 def test_any_mesh_reads_what_any_mesh_wrote(
     tmp_path: Path, source: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
