@@ -202,8 +202,7 @@ def newest_trainer_start(attempt: Attempt, store: CheckpointStore, run: RunDirec
     """The attempt as seen by ranks that start in the middle of it: from the newest checkpoint, or from a step
     in memory that is newer.
 
-    Not from one that is to be a checkpoint and is not saved yet: the step before it leads there. Nor from one
-    whose policy the orchestrator has not been told of.
+    Not from one whose policy the orchestrator has not been told of.
 
     Raises:
         StartDamaged: the newest checkpoint is damaged.
@@ -211,7 +210,7 @@ def newest_trainer_start(attempt: Attempt, store: CheckpointStore, run: RunDirec
 
     def may_start(record: MemoryRecord) -> bool:
         told = max(run.versions.all_announced(attempt), default=0) >= record.step
-        return record.saves < record.step and (told or "orchestrator" not in record.about["parts"])
+        return told or "orchestrator" not in record.about["parts"]
 
     start = newest_start(attempt, store, pass_over=False)
     found = start_in_memory(run.memory, start, may_start)

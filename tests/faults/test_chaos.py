@@ -143,7 +143,9 @@ def draw_faults(kind: str, ranks: int, number: int | None) -> list[str]:
     reached = [point for point in reached if kind == "RL" or not point.startswith("orchestrator.")]
     chance = random.Random(draws.seed(f"{__name__} {kind} {ranks}"))
     chosen = reached if number is None else chance.sample(reached, number)
-    struck = [f"#{chance.randrange(ranks)}" if point in ON_EACH_RANK else "" for point in chosen]
+    # Of small tensors, of which several ranks have copies, the last of these ranks writes all.
+    drawn = [chance.randrange(ranks) if point != "save.write" else ranks - 1 for point in chosen]
+    struck = [f"#{rank}" if point in ON_EACH_RANK else "" for point, rank in zip(chosen, drawn, strict=True)]
     return [f"{p}:kill@{chance.randint(1, 2)}{rank}" for p, rank in zip(chosen, struck, strict=True)]
 
 

@@ -177,6 +177,23 @@ def test_a_copy_that_does_not_end_leaves_the_step_before(
     assert newest(folder) == 5
 
 
+def test_a_step_that_was_to_be_saved_is_gone_on_from_if_no_other_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As long as it is there, the step before leads to the same checkpoint."""
+    monkeypatch.setattr(faults, "_reached", {})
+    monkeypatch.setenv("CAIRN_FAULT", "memory.copied:EIO@3")
+    steps = memory(folder)
+    keep(steps, 9, state(9), saves=8)
+    keep(steps, 10, state(10), saves=10)
+    assert newest(folder) == 9
+    keep(steps, 11, state(11), saves=10)  # does not end, in the memory that step 9 had
+    assert newest(folder) == 10
+    keep(steps, 12, state(12), saves=12)
+    keep(steps, 13, state(13), saves=12)
+    assert newest(folder) == 13
+
+
 def test_ranks_that_take_over_spare_what_they_came_from(folder: Path):
     """The next step goes into the other slot; the memory stays with the same process, if the layout is the
     same; parts that two starts of the ranks have left are no step."""

@@ -90,6 +90,9 @@ def receipt_id(session: str, step: int) -> str:
 def start_in_memory(folder: Path, start: Attempt, may_start: Callable[[MemoryRecord], bool]) -> Attempt:
     """The attempt as seen by ranks that go on from the newest whole step in memory, if one is newer.
 
+    A step that was to be a checkpoint, and is not saved yet, comes after all others: the step before it leads
+    there again, to the same checkpoint. If that is gone, the step after it is saved instead.
+
     The step gets its folder, as a checkpoint has one. In the memory of this machine, every byte is read and
     compared with the checksums of the ranks that have copied it, and the tensor files are links to the
     memory. From the memory of several nodes ranks read their ranges, and compare them as they load them.
@@ -101,7 +104,7 @@ def start_in_memory(folder: Path, start: Attempt, may_start: Callable[[MemoryRec
     slots = living_slots(folder, SLOTS)
     unreadable = read_note(folder / UNREADABLE, list[str]) or []
     records = {(record.id, record.slot): record for slot in slots if (record := _record_in(slot))}
-    for record in sorted(records.values(), key=lambda one: one.step, reverse=True):
+    for record in sorted(records.values(), key=lambda one: (one.saves < one.step, one.step), reverse=True):
         if record.attempt != start.id or record.step <= start.start_step or not may_start(record):
             continue
         if record.id in unreadable:
