@@ -150,7 +150,9 @@ ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 def rounding(dtypes: Iterable[str], logprobs: Sequence[float]) -> float:
     """The mean difference between two computations of these logprobs, in these data types, that rounding may
     make."""
-    return max(ROUNDING.get(kind, 0.0) for kind in dtypes) * (1 + sum(map(abs, logprobs)) / len(logprobs))
+    return max((ROUNDING.get(kind, 0.0) for kind in dtypes), default=0.0) * (
+        1 + sum(map(abs, logprobs)) / len(logprobs)
+    )
 
 
 @dataclass(frozen=True)

@@ -553,6 +553,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     arguments = (
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
         *("--seed", 5, "--orchestrator.inference-url", server.url, "--ckpt.interval", 6),
+        *("--trainer.keep-batches-gb", 1),
         *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
         *("--trainer.loss.importance", "token_truncate", "--trainer.weight-transport", "network"),
     )
@@ -585,6 +586,16 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
     assert report["ok"], report
     assert sum(epoch["trained"] for epoch in report["epochs"]) == 14 * PROMPTS
+    # An answer of two policies, of which one is made again: transformers has the keys that the server kept.
+    kept = (row for step in range(7, 15) for row in KeptRollouts(run / "rollouts").read(step))
+    mixed = next(row for row in kept if len({one["version"] for one in row["turns"][0]["versions"]}) > 1)
+    key = f"{mixed['step']}/{mixed['place']}/{mixed['sample']}"
+    again = ("ckpt", "replay", run, "--rollout", key, "--json")
+    replayed = printed(shell.succeed(*again, "--server", server.url))
+    assert replayed["ok"]
+    assert any(one["by_transformers"] for one in replayed["spans"])
+    assert all(one["mean_difference"] < 1e-5 for one in replayed["spans"] if one["verdict"]), replayed
+    assert all(one["verdict"] for one in replayed["spans"]), replayed
 
 
 @draws.in_turn("policies that servers get", 0, 2)

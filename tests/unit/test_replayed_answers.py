@@ -22,7 +22,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt, PolicyName
 from cairn.run.seeds import derive
-from cairn.tools.replay.answers import RolloutReplayed, SpanReplayed
+from cairn.tools.replay.answers import MIXED, RolloutReplayed, SpanReplayed
 from cairn.tools.replay.asking import RolloutReplay, drawn_rollouts
 from cairn.tools.replay.policies import KeptPolicies
 from cairn.tools.replay.recorded import RecordedRun
@@ -162,6 +162,17 @@ def test_altered_memory_of_a_server_fails_whatever_it_answers():
     assert not found.ok
     assert "  the server held other values: model.norm.weight" in found.lines(10)
     assert found.lines(10)[-1].startswith("  NOT what the server held")
+
+
+def test_what_is_not_compared_is_said():
+    """Also as JSON: tokens behind a policy that is lost."""
+    one = SpanReplayed(span([-1, -2], mixed=True), False, (), not_compared=MIXED)
+    found = answered(True, [-1, -2, -3])
+    found.spans.append(one)
+    said = json.loads(json.dumps(found.to_json()))["spans"][1]
+    assert (said["verdict"], said["not_compared"], said["by_transformers"]) == (None, MIXED, False)
+    assert f"  2 tokens are not compared: {MIXED}" in found.lines(10)
+    assert found.lines(10)[-1].endswith("have sampled 3 of these 5 tokens")
 
 
 @pytest.fixture

@@ -14,9 +14,15 @@ from cairn.tools.replay.comparison import Verdict, first_of
 from cairn.tools.replay.sampled import SampledSpan
 
 MIXED = (
-    "they come from keys and values that an earlier policy has left (--orchestrator.recompute-kv-cache "
-    "has them computed anew)"
+    "they come from keys and values that an earlier policy has left, and the weights of all of these policies"
+    " are not there (--orchestrator.recompute-kv-cache has them computed anew)"
 )
+KINDS = {
+    (False, False): "logprobs of these tokens",
+    (True, False): "logprobs of the recorded tokens, which the server was given",
+    (False, True): "logprobs of recorded tokens, from keys and values of earlier policies, by transformers",
+}
+"""What logprobs are of: by whether a server was given the tokens, and whether transformers was."""
 NOT_AT_ONE = (
     "a server gives the logprobs of given tokens at temperature 1 only, and these were sampled at another one"
 )
@@ -29,8 +35,9 @@ class SpanReplayed:
     drawn: the tokens that the span's seed draws now; None: they were not drawn again. logprobs: of the
     recorded tokens, from the first on, under the span's policy; of those drawn, up to the first that differs.
     given: whether the server was given the recorded tokens (teacher forcing), rather than that it drew them.
-    not_compared: why there are no logprobs. exact: whether tokens and logprobs must be the same to the bit.
-    dtypes: of the computations, then and now.
+    by_transformers: whether transformers was, which had keys and values of earlier policies. not_compared:
+    why there are no logprobs. exact: whether tokens and logprobs must be the same to the bit. dtypes: of the
+    computations, then and now.
     """
 
     span: SampledSpan
@@ -40,6 +47,7 @@ class SpanReplayed:
     drawn: list[int] | None = None
     logprobs: list[float] = field(default_factory=list[float])
     given: bool = False
+    by_transformers: bool = False
     not_compared: str = ""
 
     @property
@@ -100,6 +108,7 @@ class SpanReplayed:
             "first_other_token": self.parted,
             "logprobs": len(self.logprobs),
             "of_given_tokens": self.given,
+            "by_transformers": self.by_transformers,
             "not_compared": self.not_compared,
             "mean_difference": self.mean,
             "largest_difference": max(self.apart, default=0.0),
@@ -165,10 +174,10 @@ class RolloutReplayed:
         if drawn and not parted:
             said.append(f"  {_tokens(drawn)} tokens, drawn again with the run's seeds: the same")
         said += first_of([_parting(one) for one in parted], top, "pieces more whose tokens differ")
-        for given in (False, True):
-            of_kind = [one for one in spans if one.given == given and one.logprobs]
-            said += [f"  {line}" for line in _of_logprobs(of_kind, given)]
-        given_only = [one for one in spans if one.drawn is None and one.logprobs]
+        for kind, whose in KINDS.items():
+            of_kind = [one for one in spans if (one.given, one.by_transformers) == kind and one.logprobs]
+            said += [f"  {line}" for line in _of_logprobs(of_kind, whose)]
+        given_only = [one for one in spans if one.given and one.drawn is None and one.logprobs]
         for why in dict.fromkeys(one.span.not_drawn for one in given_only):
             left = [one for one in given_only if one.span.not_drawn == why]
             said.append(f"  {_tokens(left)} tokens are not drawn again: {why}")
@@ -200,6 +209,13 @@ class RolloutReplayed:
         if far:
             at = far[0]
             first = next(i for i, distance in enumerate(at.apart) if distance > at.allowed)
+            if at.by_transformers:
+                return (
+                    f"from token {at.span.start + first} of turn {at.span.turn} on, the run's server gave "
+                    "other logprobs than its policies do: it had other weights, or computed wrongly, or what "
+                    "is recorded was altered; or it had so little room for keys and values that it computed "
+                    "a request's again in the middle of it (preemption)"
+                )
             return (
                 f"from token {at.span.start + first} of turn {at.span.turn} on, the run's server computed "
                 "other logprobs than the policy gives: it had other weights (one flipped bit is enough), or "
@@ -244,14 +260,11 @@ def _number(logprob: float) -> str:
     return str(np.float32(logprob))
 
 
-def _of_logprobs(spans: Sequence[SpanReplayed], given: bool) -> list[str]:
+def _of_logprobs(spans: Sequence[SpanReplayed], whose: str) -> list[str]:
     """What was compared of the logprobs, of tokens that were drawn again or given to the server."""
     if not spans:
         return []
     count = sum(len(one.logprobs) for one in spans)
-    whose = (
-        "logprobs of the recorded tokens, which the server was given" if given else "logprobs of these tokens"
-    )
     apart = [(distance, one, i) for one in spans for i, distance in enumerate(one.apart)]
     if not any(distance for distance, _, _ in apart):
         return [f"{count} {whose}: the same to the bit"]

@@ -57,13 +57,16 @@ class RolloutReplay:
             self.spans[key] = found = spans_of(recorded_rollout(self._kept, key), self.then[key])
             if not found:
                 raise UsageError(f"--rollout {key}: no token was sampled for it")
-            if not self._needed(key):
-                raise UsageError(f"--rollout {key}: none of its tokens can be compared: {MIXED}")
             self.policies.refuse_lost(self._needed(key), f"--rollout {key}")
 
     def _needed(self, key: RolloutKey) -> set[PolicyName]:
-        """The policies under which something of a rollout can be compared."""
+        """The policies that must be there: those under which a server can compare something of a rollout."""
         return {span.policy for span in self.spans[key] if not span.mixed}
+
+    def _useful(self, key: RolloutKey) -> set[PolicyName]:
+        """Those, and of the others of a rollout those that are there."""
+        others = {span.policy for span in self.spans[key]} - self._needed(key)
+        return self._needed(key) | {one for one in others if self.policies.is_there(one)}
 
     def see_through(
         self,
@@ -88,18 +91,38 @@ class RolloutReplay:
             ServerUnavailable: no server answers there.
             RoleFailed: the server does not start, or dies.
         """
-        needed = set[PolicyName]().union(*map(self._needed, self.spans))
+        useful = set[PolicyName]().union(*map(self._useful, self.spans))
         parent = self.run.beside if work_dir is None else work_dir
-        with (
-            room_in(parent) as room,
-            self.policies.weights(needed, work_dir, stage) as weights,
-            self._serving(server, take, room, weights) as (url, status),
-        ):
-            try:
-                return run_async(self._ask_all(url, status, weights, bound))
-            finally:
-                if status is not None:
-                    run_async(_put_back(url, status))
+        with room_in(parent) as room, self.policies.weights(useful, work_dir, stage) as weights:
+            with self._serving(server, take, room, weights) as (url, status):
+                try:
+                    found = run_async(self._ask_all(url, status, weights, bound))
+                finally:
+                    if status is not None:
+                        run_async(_put_back(url, status))
+            self._compute_mixed(found, weights)
+            return found
+
+    def _compute_mixed(self, found: Sequence[RolloutReplayed], weights: Mapping[PolicyName, Path]) -> None:
+        """Compare what no server can: tokens that go on from keys and values of an earlier policy."""
+        mixed = [one for one in found if any(span.span.mixed for span in one.spans)]
+        if not mixed:
+            return
+        from cairn.tools.replay.mixed import mixed_logprobs  # imports torch and transformers
+
+        then = next(iter(self.then.values()))
+        dtypes = next(span.dtypes for one in mixed for span in one.spans if span.dtypes)
+        logprobs = mixed_logprobs(
+            [[span.span for span in one.spans] for one in mixed],
+            weights,
+            temperature=then.temperature,
+            base=then.base,
+            dtype=dtypes[0],
+        )
+        for span in (span for one in mixed for span in one.spans):
+            span.dtypes = dtypes
+            if computed := logprobs.get(id(span.span)):
+                span.logprobs, span.by_transformers, span.not_compared = computed, True, ""
 
     @contextlib.contextmanager
     def _serving(

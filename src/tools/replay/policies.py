@@ -42,6 +42,10 @@ class KeptPolicies:
         folder = self._resumed_from(policy)
         return StepFolder(folder).model if folder and (folder / FILE_NAME).is_file() else None
 
+    def is_there(self, policy: PolicyName) -> bool:
+        """Whether a policy's weights are there, or can be made."""
+        return self.find(policy) is not None or self.can_be_made(policy) is not None
+
     def can_be_made(self, policy: PolicyName) -> StepRange | None:
         """The steps that give a policy's weights when they are taken again on batches that the run has kept;
         None: they can't be taken again."""
@@ -73,7 +77,7 @@ class KeptPolicies:
         Raises:
             UsageError: of some they can't.
         """
-        lost = [one for one in policies if self.find(one) is None and self.can_be_made(one) is None]
+        lost = [one for one in policies if not self.is_there(one)]
         if not lost:
             return
         names = ", ".join(sorted({f"step {one.step} ({one.branch})" for one in lost}))

@@ -67,11 +67,12 @@ class SamplingThen:
 class SampledSpan:
     """Tokens that one policy has sampled for one request.
 
-    turn: number of the answer among those of its rollout. start: number of the answer's tokens before them.
-    context: all tokens that the server saw before them. token_ids, logprobs: as they are recorded, float32.
-    policy: that sampled them. seed: with which they can be drawn again; None: they can't, for the reason
-    `not_drawn`. first: whether they follow a prompt without earlier answers. mixed: whether they come from
-    keys and values of an earlier policy.
+    turn: number of the answer among those of its rollout. branch: number of the answer's conversation. start:
+    number of the answer's tokens before them. begins: whether their request began with them. context: all
+    tokens that the server saw before them. token_ids, logprobs: as they are recorded, float32. policy: that
+    sampled them. seed: with which they can be drawn again; None: they can't, for the reason `not_drawn`.
+    first: whether they follow a prompt without earlier answers. mixed: whether they come from keys and values
+    of an earlier policy.
     """
 
     turn: int
@@ -84,6 +85,8 @@ class SampledSpan:
     not_drawn: str = ""
     first: bool = True
     mixed: bool = False
+    branch: int = 0
+    begins: bool = True
 
 
 def recorded_rollout(kept: KeptRollouts, key: RolloutKey) -> Mapping[str, Any]:
@@ -133,6 +136,8 @@ def spans_of(row: Mapping[str, Any], then: SamplingThen) -> list[SampledSpan]:
                         not_drawn=why,
                         first=not number and not start,
                         mixed=then.keeps_cache and span["version"] != first,
+                        branch=branch,
+                        begins=start == request,
                     )
                 )
     return found
