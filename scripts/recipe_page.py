@@ -3,17 +3,16 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from recipe import Recipe, Stage
+from recipe_file import Recipe, Stage
 
 COLORS = ("#2a6f97", "#c1440e", "#2a9d8f", "#8a5a9e")
 ENDS = 5
 """So many of the first and last values of a curve are averaged."""
 
 
-def draw(recipe: "Recipe", results: Mapping[str, Any], path: Path) -> None:
+def draw(recipe: Recipe, results: Mapping[str, Any], path: Path) -> None:
     """The mean over seeds of each stage that has a curve, in a band from the lowest to the highest."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -47,7 +46,7 @@ def draw(recipe: "Recipe", results: Mapping[str, Any], path: Path) -> None:
     drawn.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def table(recipes: Mapping[Path, "Recipe"]) -> Iterator[str]:
+def table(recipes: Mapping[Path, Recipe]) -> Iterator[str]:
     """The lines of docs/results/recipes.md: a section for each recipe, by its folder."""
     yield "# Recipes and what came out"
     yield ""
@@ -73,7 +72,7 @@ def table(recipes: Mapping[Path, "Recipe"]) -> Iterator[str]:
             )
 
 
-def _section(name: str, recipe: "Recipe", results: Mapping[str, Any]) -> Iterator[str]:
+def _section(name: str, recipe: Recipe, results: Mapping[str, Any]) -> Iterator[str]:
     where = results["machine"]
     packages = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
     stages = results["stages"]
@@ -108,18 +107,18 @@ def _section(name: str, recipe: "Recipe", results: Mapping[str, Any]) -> Iterato
     yield f"![{recipe.axis} by step: mean and range of the seeds](../../recipes/{name}/results.png)"
 
 
-def _missing(recipe: "Recipe", stages: Mapping[str, Mapping[str, Any]]) -> str:
+def _missing(recipe: Recipe, stages: Mapping[str, Mapping[str, Any]]) -> str:
     """The recipe's seeds that there are no results of."""
     there = {seed for stage in recipe.stages if not stage.once for seed in stages[stage.name]}
     missing = [str(seed) for seed in recipe.seeds if str(seed) not in there]
     return f"seed{'s' * (len(missing) > 1)} {' and '.join(missing)} not run yet" if missing else ""
 
 
-def _label(recipe: "Recipe", name: str) -> str:
+def _label(recipe: Recipe, name: str) -> str:
     return next(stage.label or name for stage in recipe.stages if stage.name == name)
 
 
-def _row(stage: "Stage", by_seed: Mapping[str, Mapping[str, Any]]) -> str:
+def _row(stage: Stage, by_seed: Mapping[str, Mapping[str, Any]]) -> str:
     found = list(by_seed.values())
     seeds = ", ".join(by_seed) if not stage.once else ""
     seconds = ", ".join(f"{result['seconds']:.0f}" for result in found)
