@@ -189,6 +189,8 @@ def test_a_step_that_was_to_be_saved_is_gone_on_from_if_no_other_is_left(
     assert newest(folder) == 9
     keep(steps, 11, state(11), saves=10)  # does not end, in the memory that step 9 had
     assert newest(folder) == 10
+    after_9 = replace(START, start_step=9)
+    assert start_in_memory(folder, after_9, lambda record: True) == after_9, "a checkpoint"
     keep(steps, 12, state(12), saves=12)
     keep(steps, 13, state(13), saves=12)
     assert newest(folder) == 13

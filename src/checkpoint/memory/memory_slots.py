@@ -65,6 +65,11 @@ class MemoryRecord:
         return receipt_id(self.session, self.step)
 
     @property
+    def is_owed(self) -> bool:
+        """Whether the step itself was to be saved."""
+        return self.saves >= self.step
+
+    @property
     def parent(self) -> Origin | None:
         """The checkpoint that the run had last saved before the step."""
         origin = self.about["parent"]
@@ -90,8 +95,9 @@ def receipt_id(session: str, step: int) -> str:
 def start_in_memory(folder: Path, start: Attempt, may_start: Callable[[MemoryRecord], bool]) -> Attempt:
     """The attempt as seen by ranks that go on from the newest whole step in memory, if one is newer.
 
-    A step that was to be a checkpoint, and is not saved yet, comes after all others: the step before it leads
-    there again, to the same checkpoint. If that is gone, the step after it is saved instead.
+    A step that was to be a checkpoint, and is not saved yet, comes after all others, and after the checkpoint
+    of the step before it: these lead there again, to the same checkpoint. If it is gone on from nevertheless,
+    the step after it is saved instead.
 
     The step gets its folder, as a checkpoint has one. In the memory of this machine, every byte is read and
     compared with the checksums of the ranks that have copied it, and the tensor files are links to the
@@ -104,8 +110,10 @@ def start_in_memory(folder: Path, start: Attempt, may_start: Callable[[MemoryRec
     slots = living_slots(folder, SLOTS)
     unreadable = read_note(folder / UNREADABLE, list[str]) or []
     records = {(record.id, record.slot): record for slot in slots if (record := _record_in(slot))}
-    for record in sorted(records.values(), key=lambda one: (one.saves < one.step, one.step), reverse=True):
+    for record in sorted(records.values(), key=lambda one: (not one.is_owed, one.step), reverse=True):
         if record.attempt != start.id or record.step <= start.start_step or not may_start(record):
+            continue
+        if record.is_owed and record.step == start.start_step + 1:
             continue
         if record.id in unreadable:
             continue
