@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cairn.config.shared import RolloutKey
 from cairn.run.messages import PolicyName
+from cairn.tools.replay import mixed
 from cairn.tools.replay.answers import MIXED, RolloutReplayed, SpanReplayed
 from cairn.tools.replay.mixed import mixed_logprobs
 from cairn.tools.replay.sampled import SampledSpan
@@ -157,6 +158,25 @@ def test_what_follows_on_a_lost_policy_is_left_out(weights: Folders, models: Mod
     found = mixed_logprobs([spans], without, temperature=1.0, base=None, dtype="float32")
     assert found.keys() == {id(spans[-1])}
     assert "the weights of all of these policies are not there" in MIXED
+
+
+def test_a_model_that_the_host_has_no_room_for_is_not_opened(
+    weights: Folders, models: Models, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = PlayedServer(models).request(list(range(5, 15)), [(1, 3), (2, 3)], 0)
+    monkeypatch.setattr(mixed, "available_memory", lambda: 100_000)
+    with pytest.raises(mixed.NotComputable, match=r"takes 0\.\d GB of host memory for a policy"):
+        mixed_logprobs(
+            [[first, replace(second, mixed=True)]], weights, temperature=1.0, base=None, dtype="float32"
+        )
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2", "minimax"])
+def test_a_model_that_keeps_other_things_than_keys_is_not_computed(tmp_path: Path, family: str):
+    folder = write(make_model(family), tmp_path / "model")
+    span = SampledSpan(0, 0, [5, 6], [7], [-1.0], policy(1), None, mixed=True)
+    with pytest.raises(mixed.NotComputable, match="they come from a state"):
+        mixed_logprobs([[span]], {policy(1): folder}, temperature=1.0, base=None, dtype="float32")
 
 
 def test_logprobs_are_those_of_the_temperature(weights: Folders, models: Models):

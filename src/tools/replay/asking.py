@@ -108,21 +108,25 @@ class RolloutReplay:
         mixed = [one for one in found if any(span.span.mixed for span in one.spans)]
         if not mixed:
             return
-        from cairn.tools.replay.mixed import mixed_logprobs  # imports torch and transformers
+        from cairn.tools.replay.mixed import NotComputable, mixed_logprobs  # imports torch and transformers
 
-        then = next(iter(self.then.values()))
+        then, why, logprobs = next(iter(self.then.values())), MIXED, dict[int, list[float]]()
         dtypes = next(span.dtypes for one in mixed for span in one.spans if span.dtypes)
-        logprobs = mixed_logprobs(
-            [[span.span for span in one.spans] for one in mixed],
-            weights,
-            temperature=then.temperature,
-            base=then.base,
-            dtype=dtypes[0],
-        )
-        for span in (span for one in mixed for span in one.spans):
+        try:
+            logprobs = mixed_logprobs(
+                [[span.span for span in one.spans] for one in mixed],
+                weights,
+                temperature=then.temperature,
+                base=then.base,
+                dtype=dtypes[0],
+            )
+        except NotComputable as error:
+            why = str(error)
+        for span in (span for one in mixed for span in one.spans if span.span.mixed):
             span.dtypes = dtypes
-            if computed := logprobs.get(id(span.span)):
-                span.logprobs, span.by_transformers, span.not_compared = computed, True, ""
+            span.logprobs = logprobs.get(id(span.span), [])
+            span.by_transformers = bool(span.logprobs)
+            span.not_compared = "" if span.logprobs else why
 
     @contextlib.contextmanager
     def _serving(

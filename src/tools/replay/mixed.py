@@ -23,14 +23,22 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from cairn.model.adapters import is_adapter
+from cairn.run.errors import CairnError
+from cairn.run.machine import available_memory
 from cairn.run.messages import PolicyName
 from cairn.tools.replay.policies import whole_model
 from cairn.tools.replay.sampled import SampledSpan
 
 BLOCKS = (128, 16)
 """Tokens of a block of vLLM's cache, on CPUs and on GPUs."""
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""The kinds of layers, in transformers' words, that have keys and values."""
 PIECE = 512
 """Tokens of a forward pass: it has the logits of all of them."""
+
+
+class NotComputable(CairnError):
+    """Tokens can't be compared, for the reason that the message gives."""
 
 
 @dataclass
@@ -63,13 +71,16 @@ def mixed_logprobs(
         temperature: of the sampling.
         base: where the run says that the base of its adapters is.
         dtype: of the computation.
+
+    Raises:
+        NotComputable: the host has too little memory for a policy, or models of its kind have no keys.
     """
     branches = [branch for spans in rollouts for branch in _branches(spans)]
     found: dict[int, list[float]] = {}
     for policy, folder in weights.items():
         next_ones = [branch for branch in branches if branch.waiting and branch.waiting[0].policy == policy]
         model = _opened(folder, base, dtype) if next_ones else None
-        for branch in next_ones if model is not None else ():
+        for branch in next_ones:
             while branch.waiting and branch.waiting[0].policy == policy:
                 span = branch.waiting.pop(0)
                 logprobs = _go_on(model, branch, span, temperature)
@@ -88,16 +99,30 @@ def _branches(spans: Sequence[SampledSpan]) -> Iterator[_Branch]:
 
 
 def _opened(folder: Path, base: str | None, dtype: str) -> Any:
-    """A policy's model; None: of a kind that keeps a state instead of keys and values."""
+    """A policy's model.
+
+    Raises:
+        NotComputable: the host has too little memory for it, or it keeps a state instead of keys and values.
+    """
     disable_progress_bar()
+    whole = whole_model(folder, base)
+    wanted, there = sum(file.stat().st_size for file in whole.glob("*.safetensors")), available_memory()
+    if wanted > there:
+        raise NotComputable(
+            "they come from keys and values that an earlier policy has left, and computing these takes "
+            f"{wanted / 1e9:.1f} GB of host memory for a policy, of which {there / 1e9:.1f} are available"
+        )
     model = AutoModelForCausalLM.from_pretrained(
-        whole_model(folder, base), dtype=dtype, use_safetensors=True, trust_remote_code=False
+        whole, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     if is_adapter(folder):
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    return None if model._is_stateful else model.eval()
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if model._is_stateful or not ATTENTION.issuperset(kinds):
+        raise NotComputable("they come from a state that an earlier policy has left")
+    return model.eval()
 
 
 @torch.no_grad()
