@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 # How long a test takes says more about the machine than about us. Each run draws other examples, and
 # `scripts/test` fewer.
-for profile, examples in (("unhurried", 30), ("short", 8)):
+for profile, examples in (("unhurried", 20), ("short", 8)):
     settings.register_profile(
         profile, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples
     )

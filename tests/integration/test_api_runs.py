@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import draws
 import pytest
 from runs import CONFIGS, DEADLINE, REPOSITORY, Server, Shell
 
@@ -58,6 +59,7 @@ def with_server(config: str, server: Server) -> str:
     return without.replace("[orchestrator]\n", f'[orchestrator]\ninference_url = "{server.url}"\n')
 
 
+@draws.in_turn("runs of the docs", 0, 2)
 def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: Server):
     """What starts an RL run does so inside a running event loop, which is how a notebook runs a cell.
 
@@ -85,6 +87,7 @@ def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: S
     assert re.search(r"<cairn\.Run '.*outputs/api': done, step 4>", finished.output)
 
 
+@draws.in_turn("runs of the docs", 1, 2)
 def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(
     tmp_path: Path, shell: Shell, server: Server
 ):

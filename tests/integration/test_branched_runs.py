@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import draws
 import psutil
 import pytest
 from runs import (
@@ -34,6 +35,7 @@ def of_branch(run: Path) -> list[dict]:
     ]
 
 
+@draws.in_turn("branches of a run", 0, 2)
 def test_branches_end_as_they_would_alone(shell: Shell, server: Server, trained: Path, tmp_path: Path):
     """The command and its server are killed; the best branch has the bits of a run without the others."""
     for name, rate in RATES.items():

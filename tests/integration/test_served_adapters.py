@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import draws
 import pytest
 from runs import CONFIGS, Shell, free_port, rows, step_folder, untimed, whole_rows
 from safetensors.torch import load_file
@@ -42,6 +43,7 @@ def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path,
     assert "Loaded new LoRA adapter" in (run / "logs" / "vllm.log").read_text()
 
 
+@draws.in_turn("branches of a run", 1, 2)
 def test_branches_train_adapters_side_by_side_at_one_server(shell: Shell, trained: Path, tmp_path: Path):
     """Each is answered from its own adapter, however far the other one's is away."""
     for name, rate in {"low": 3e-4, "high": 3e-2}.items():
