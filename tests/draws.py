@@ -78,12 +78,17 @@ def cases(table: Sequence[object], name: str, number: int, always: Sequence[obje
     ]
 
 
+def has_turn(promise: str, number: int, of: int) -> bool:
+    """Whether a commit has the way `number` of the `of` ways in which a promise is proved."""
+    return seed(promise) % of == number
+
+
 def in_turn(promise: str, number: int, of: int) -> Callable[[Test], Test]:
     """A decorator for each of `of` tests that prove a promise in different ways: a commit has one of them.
 
     Which one its hash decides; all run with `-m soak`.
     """
-    return (lambda test: test) if seed(promise) % of == number else pytest.mark.soak
+    return (lambda test: test) if has_turn(promise, number, of) else pytest.mark.soak
 
 
 def seldom(test: Test) -> Test:

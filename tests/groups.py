@@ -36,7 +36,7 @@ TOGETHER = {
 """Files of which one of pytest's processes runs all tests, since they share a server, and long ones, each by
 itself; those that take longest come first. A server takes as much processor time to start as a short run."""
 GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
-ORDER = [*TOGETHER, "test_remote_store"]
+ORDER = [*TOGETHER, "test_remote_store.py"]
 """That file waits for slow networks: if it came last, nothing would be left to run meanwhile."""
 
 
@@ -54,7 +54,7 @@ def group_of(file: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those of `ORDER` come first."""
     place = {group: number for number, group in enumerate(ORDER)}
-    items.sort(key=lambda item: place.get(GROUPS.get(item.path.stem, item.path.stem), len(ORDER)))
+    items.sort(key=lambda item: place.get(group_of(item.path.name), len(ORDER)))
 
 
 @pytest.hookimpl(optionalhook=True)

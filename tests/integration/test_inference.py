@@ -45,10 +45,10 @@ from cairn.run.heartbeat import Beat, Watch
 
 PROMPT = list(range(40, 60))
 GREEDY = 48
-COMPILED = draws.seed("compiled kernels") % 2 == 1
+"""Tokens of a greedy answer."""
+COMPILED = draws.has_turn("compiled kernels", 1, 2)
 """Whether the server with the untied model is compiled, which takes 40 s of processor time. The other commits
 compile the trainer's passes over logits (test_compiled_head.py)."""
-"""Tokens of a greedy answer."""
 Model = Callable[..., Path]
 
 

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from cairn.inference.pool.member import tensor_bytes
 from cairn.model.adapters import is_adapter
 from cairn.run.errors import CairnError
 from cairn.run.machine import available_memory
@@ -79,13 +80,16 @@ def mixed_logprobs(
     found: dict[int, list[float]] = {}
     for policy, folder in weights.items():
         next_ones = [branch for branch in branches if branch.waiting and branch.waiting[0].policy == policy]
-        model = _opened(folder, base, dtype) if next_ones else None
+        if not next_ones:
+            continue
+        model = _opened(folder, base, dtype)
         for branch in next_ones:
             while branch.waiting and branch.waiting[0].policy == policy:
                 span = branch.waiting.pop(0)
                 logprobs = _go_on(model, branch, span, temperature)
                 if span.mixed:
                     found[id(span)] = logprobs
+        del model  # before the next one is opened: there may be memory for one only
     return found
 
 
@@ -106,7 +110,7 @@ def _opened(folder: Path, base: str | None, dtype: str) -> Any:
     """
     disable_progress_bar()
     whole = whole_model(folder, base)
-    wanted, there = sum(file.stat().st_size for file in whole.glob("*.safetensors")), available_memory()
+    wanted, there = tensor_bytes(whole), available_memory()
     if wanted > there:
         raise NotComputable(
             "they come from keys and values that an earlier policy has left, and computing these takes "
