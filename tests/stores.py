@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import http.client
 import http.server
-import os
 import re
 import socket
 import subprocess
@@ -171,7 +170,8 @@ class BadNetwork:
                     path = self.path.partition("?")[0]
                     network.bytes_down[path] += len(content)
                     if network.readers is not None:
-                        network.readers[path, _process_at(self.client_address[1])] += len(content)
+                        asked_by = process_of_client(self.connection)
+                        network.readers[path, asked_by] += len(content)
                 skipped = ("connection", "transfer-encoding", "content-length", "date", "server")
                 headers = [(k, v) for k, v in answer.getheaders() if k.lower() not in skipped]
                 if self.command == "HEAD":
@@ -370,14 +370,20 @@ def reachable(port: int) -> bool:
         return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _process_at(port: int) -> int:
-    """The process that has a connection from this port; 0 if it is gone."""
-    for _ in range(20):  # the kernel's table may leave out a connection while others come and go
-        found = (c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid)
-        if pid := next((pid for pid in found if pid != os.getpid()), 0):
-            return pid
-        time.sleep(0.01)
-    return 0
+def process_of_client(connection: socket.socket) -> int:
+    """The process at the other end of a connection within this machine.
+
+    Both ends' addresses are compared: connections to other servers may leave from the same port.
+
+    Raises LookupError if no process has it.
+    """
+    ends = (connection.getpeername(), connection.getsockname())
+    for _ in range(50):  # the kernel's table may leave out a connection while others come and go
+        for found in psutil.net_connections("tcp"):
+            if found.pid and (found.laddr, found.raddr) == ends:
+                return found.pid
+        time.sleep(0.02)
+    raise LookupError(f"no process has the connection from {ends[0]} to {ends[1]}")
 
 
 def make_step(root: Path, step: int, files: dict[str, bytes], **about: Any) -> tuple[Path, Manifest]:

@@ -7,6 +7,9 @@ import json
 import os
 import random
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +21,7 @@ import draws
 import numpy as np
 import pytest
 from runs import free_port
-from stores import BadNetwork, make_step, s3_bucket
+from stores import BadNetwork, make_step, process_of_client, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
@@ -1022,3 +1025,30 @@ class TestUploads:
         for _ in range(5):
             limit(20_000)
         assert time.monotonic() - began >= 0.1
+
+
+CONNECTS = """
+import socket, sys
+own, server = map(int, sys.argv[1:])
+with socket.socket() as connection:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    connection.bind(("127.0.0.1", own))
+    connection.connect(("127.0.0.1", server))
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_ask_from_one_port():
+    """As happens by chance where a host has hundreds of connections: each is told from the other."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        asked_by: dict[int, int] = {}
+        for _ in range(2):
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            command = [sys.executable, "-c", CONNECTS, str(port), str(server.getsockname()[1])]
+            client = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            connection = stack.enter_context(server.accept()[0])
+            assert connection.getpeername()[1] == port
+            asked_by[client.pid] = process_of_client(connection)
+        assert len(asked_by) == 2
+        assert all(found == pid for pid, found in asked_by.items())
