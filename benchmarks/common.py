@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -166,12 +165,6 @@ def scratch(folder: Path) -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 def bound_to_us() -> Callable[[], None]:

@@ -30,6 +30,7 @@ from typing import Any
 
 import common
 
+from cairn.run.connections import free_port
 from cairn.run.machine import this_machine
 
 PARTS = ["gather", "sft", "bare", "rl"]
@@ -234,7 +235,7 @@ def measure_rl(shape: Shape, arguments: argparse.Namespace, folder: Path, device
     shares = devices == 1 and this_machine().has_gpus
     flags = ("--model.name", folder / "model", "--output-dir", run, "--max-steps", steps)
     flags += ("--trainer.seq-len", shape.seq_len, *(f"--trainer.{flag}" for flag in shape.flags))
-    flags += ("--inference.port", common.free_port(), *shape.server)
+    flags += ("--inference.port", free_port(), *shape.server)
     flags += ("--trainer.weight-transport", arguments.transport)
     flags += ("--inference.servers", arguments.servers) if arguments.servers else ()
     flags += ("--orchestrator.prompts-per-step", shape.answers // 8, "--orchestrator.samples-per-prompt", 8)
@@ -270,7 +271,7 @@ def measure_gather(gpus: int) -> dict[str, Any]:
         return {"bytes_per_s": None, "why": "there is one GPU, and nothing to gather"}
     ranks = gpus or 2
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(gather, (ranks, common.free_port(), folder), nprocs=ranks)
+        torch.multiprocessing.spawn(gather, (ranks, free_port(), folder), nprocs=ranks)
         rates = [float((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
     return {"ranks": ranks, "bytes_per_s": min(rates)}
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import common
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -31,6 +30,7 @@ from cairn.config.model import LoraConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.formats import FORMATS
 from cairn.inference.plugin.adapters import AdapterCopies
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained
@@ -59,7 +59,7 @@ def main() -> None:
     if options.quick:
         options.size, options.repeats = "10M", 1
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(common.free_port())}
+    os.environ |= {"MASTER_PORT": str(free_port())}
     group = RankGroup.join(threads=1, deterministic=False)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

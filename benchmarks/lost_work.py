@@ -43,6 +43,7 @@ import recipe_facts
 import trl_runs
 from lost_work_page import page
 
+from cairn.run.connections import free_port
 from cairn.run.jsonlines import JsonLines
 from cairn.tools.chaos.processes import Family, Process, send
 
@@ -171,7 +172,7 @@ class Cairn(System):
 
     def __init__(self, task: Task, out: Path, start: Path):
         super().__init__(task, out, start)
-        self.port = common.free_port()
+        self.port = free_port()
 
     def command(self) -> list[str]:
         task = self.task

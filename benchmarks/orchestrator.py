@@ -26,7 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import CONFIGS, bound_to_us, environment, free_port
+from common import CONFIGS, bound_to_us, environment
+
+from cairn.run.connections import free_port
 
 HERE = Path(__file__).parents[1]
 ATTEMPT = {"run_id": "run", "number": 1, "command": "rl", "start_step": 0, "resume_from": None}

@@ -40,6 +40,8 @@ from typing import Any
 
 import common
 
+from cairn.run.connections import free_port
+
 SERVERS = ["null", "localbucket", "file"]
 STEP = 1
 BLOCK = 8 << 20
@@ -336,7 +338,7 @@ PLACES = {"null": null_server, "localbucket": localbucket, "file": plain_folder}
 @contextlib.contextmanager
 def _serving(command: Callable[[int], list[str]]) -> Iterator[dict[str, str]]:
     """Run a server; yields the environment of its clients."""
-    port = common.free_port()
+    port = free_port()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen([sys.executable, *command(port)], preexec_fn=common.bound_to_us(), **quiet)
     try:

@@ -34,6 +34,8 @@ from pathlib import Path
 
 import common
 
+from cairn.run.connections import free_port
+
 SYSTEMS = ["cairn_k0", "cairn_k1", "cairn_k2", "trl_1", "trl_2"]
 
 
@@ -143,7 +145,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
 @contextlib.contextmanager
 def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) -> Iterator[str]:
     """The `inference` command; yields its address."""
-    port = common.free_port()
+    port = free_port()
     flags = ("--model.name", model, "--port", port, "--dtype", arguments.dtype, "--kv-cache-memory", "1G")
     flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
     flags += () if arguments.quick else ("--compile",)  # worth a minute: the server stays up

@@ -36,6 +36,7 @@ from pathlib import Path
 import common
 
 from cairn.run import spans
+from cairn.run.connections import free_port
 from cairn.run.jsonlines import JsonLines
 from cairn.run.view import RunView
 
@@ -120,7 +121,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     run = folder / "runs" / "watched"
     run.parent.mkdir()
     with noticed() as hook, contextlib.ExitStack() as closing:
-        command = task.cairn(run, STEPS, *sinks(hook, port := common.free_port()))
+        command = task.cairn(run, STEPS, *sinks(hook, port := free_port()))
         closing.enter_context(going_on(command, run, task.threads))
         watchers = closing.enter_context(watched(run, port))
         rows = JsonLines(run / "metrics.jsonl")

@@ -34,7 +34,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import common
 import httpx
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -43,6 +42,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import token_for
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.files import sync
 from cairn.run.messages import Attempt, Probe
@@ -91,7 +91,7 @@ def main() -> None:
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(common.free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     group = RankGroup.join(threads=1, deterministic=False)
     runs = []
@@ -130,7 +130,7 @@ async def measure(
                 gpus = range(1 + number * size, 1 + (number + 1) * size)
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
             config = InferenceConfig(
-                port=common.free_port(),
+                port=free_port(),
                 kv_cache_memory="64M",
                 threads=arguments.threads,
                 max_model_len=256,

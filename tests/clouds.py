@@ -20,9 +20,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
-from runs import free_port
 from stores import reachable
 
+from cairn.run.connections import free_port
 from cairn.run.waiting import wait_for
 
 AZURITE = "azurite@3.35.0"

@@ -6,7 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from runs import Command, free_port
+from runs import Command
+
+from cairn.run.connections import free_port
 
 
 class RayNodes:

@@ -12,10 +12,8 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +33,7 @@ from fork_server import ForkServer, HelperServer
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 
 T = TypeVar("T")
@@ -375,20 +374,6 @@ def vllm_cache(ours: Mapping[str, str] = os.environ) -> Path:
     """
     home = Path(ours.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(ours.get("VLLM_CACHE_ROOT") or home / "vllm")
-
-
-def free_port() -> int:
-    """A port that nobody listens on.
-
-    It is none of those that the system gives to whoever asks for any: until a server listens, which takes
-    vLLM half a minute, connections of other tests would get it.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        # Not by `random`, of which tests set the seed. Ray's own processes have ports up to 19,999.
-        port = LOWEST_PORT + secrets.randbelow(first - LOWEST_PORT) if first > LOWEST_PORT else 0
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listening:
-            return listening.getsockname()[1]
 
 
 # What a run leaves behind

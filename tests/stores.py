@@ -24,11 +24,11 @@ from xml.sax.saxutils import escape
 import psutil
 import pytest
 from awscrt import checksums
-from runs import free_port
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.manifest import FileEntry, Manifest
 from cairn.checkpoint.step_folder import verify
+from cairn.run.connections import free_port
 from cairn.run.waiting import wait_for
 
 

@@ -16,7 +16,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.settings import BaseConfig
 from cairn.evaluate.policies import Policy
 from cairn.inference.server import AddressUnusable, Server, ServerFailed
-from cairn.inference.servers import free_port
+from cairn.inference.servers import port_for_server
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.errors import CairnError, UsageError, one_of
 from cairn.run.exits import RoleFailed
@@ -138,7 +138,7 @@ def _own_server(chat: Chat, find: Find) -> Generator[str]:
     policy, as_in_run = find(chat.model)
     given = {name: getattr(chat, name) for name in OF_SERVER if getattr(chat, name) is not None}
     try:
-        checked = InferenceConfig.model_validate({"port": free_port(as_in_run.host), **given})
+        checked = InferenceConfig.model_validate({"port": port_for_server(as_in_run.host), **given})
     except ValueError as error:
         first = getattr(error, "errors", list)()[0]
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.server import Server
+from cairn.run.connections import free_port
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED
 from cairn.run.messages import PolicyName
@@ -77,7 +77,7 @@ class OwnServer:
             check: is called with a model's folder before a server is started for it.
         """
         if "port" not in config.model_fields_set:
-            config = config.model_copy(update={"port": free_port(config.host)})
+            config = config.model_copy(update={"port": port_for_server(config.host)})
         self._config = config
         self._check = check
         self._log = folder / "vllm.log"
@@ -203,15 +203,13 @@ def refuse_in_use(url: str, status: ServerStatus, ended: Collection[str | None],
         raise UsageError(f"{setting} {url}: it {what}, so somebody uses it; --take-server takes it anyway")
 
 
-def free_port(host: str) -> int:
-    """A port of the host on which nothing listens at the moment.
+def port_for_server(host: str) -> int:
+    """A port of the host for a server that is started next.
 
     Raises:
         UsageError: the host is not one of this machine.
     """
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server((host, 0), family=family) as probe:
-            return probe.getsockname()[1]
+        return free_port(host)
     except OSError as error:
         raise UsageError(f"--inference.host {host}: can't listen there: {error.strerror}") from None

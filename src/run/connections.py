@@ -10,11 +10,13 @@ import contextlib
 import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 HANDSHAKE_SECONDS = 10.0
@@ -27,6 +29,34 @@ LARGEST_MESSAGE = 256 << 20
 NONCE = 32
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A machine that is gone is noticed after 90 seconds without traffic."""
+
+
+LOWEST_PORT = 20_000
+"""Of those that `free_port` chooses: Ray's own processes have ports up to 19,999."""
+CONNECTIONS_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
+"""Where Linux says which ports it gives to connections, the lowest first."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine on which nothing listens, for a process that will listen on it later.
+
+    It is none of those that the system gives to connections: until the process listens, for which it may have
+    to import for half a minute, a connection of any program would get such a port.
+
+    Raises:
+        OSError: the host is not one of this machine.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    try:
+        room = int(Path(CONNECTIONS_PORTS).read_text().split()[0]) - LOWEST_PORT
+    except OSError:
+        room = 0
+    for _ in range(100 if room > 0 else 0):
+        port = LOWEST_PORT + secrets.randbelow(room)  # not by `random`, whose seed may be set
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
+            return port
+    with socket.create_server((host, 0), family=family) as any_port:
+        return any_port.getsockname()[1]
 
 
 def send(link: socket.socket, message: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import functools
 import importlib.metadata
 import math
 import os
-import socket
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.service import ServiceConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import TARGETS, Sample
+from cairn.run.connections import free_port
 from cairn.run.files import make_folders, sync
 from cairn.run.seeds import derive
 from cairn.service.helpers import PassHelpers
@@ -411,9 +411,7 @@ class AdapterBase:
 @contextlib.contextmanager
 def one_rank(config: ServiceConfig, device: int = 0) -> Generator[RankGroup]:
     """This process as the one rank of a group, with the GPU of this number if there are any."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if sys.platform == "linux":
         place["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ |= {**place, "LOCAL_RANK": str(device)}

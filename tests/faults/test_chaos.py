@@ -15,10 +15,11 @@ from pathlib import Path
 import draws
 import pytest
 from families import make_model
-from runs import CONFIGS, Server, Shell, free_port
+from runs import CONFIGS, Server, Shell
 from stores import s3_server
 from tiny import write
 
+from cairn.run.connections import free_port
 from cairn.run.faults import ON_EACH_RANK, POINTS
 
 pytestmark = pytest.mark.timeout(900)

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 from light_client import LightClient
-from runs import CONFIGS, Command, Shell, assert_same_bits, free_port
+from runs import CONFIGS, Command, Shell, assert_same_bits
 from safetensors.torch import load_file
 
 from cairn.checkpoint.step_folder import verify
+from cairn.run.connections import free_port
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import CONFIGS, Shell, free_port, rows, steps
+from runs import CONFIGS, Shell, rows, steps
 
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"

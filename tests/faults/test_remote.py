@@ -23,7 +23,6 @@ from runs import (
     Command,
     Shell,
     assert_same_bits,
-    free_port,
     printed,
     priority_of,
     read,
@@ -37,6 +36,7 @@ from stores import BadNetwork, reachable, s3_server
 
 from cairn.checkpoint.step_folder import verify
 from cairn.remote import Objects, RemoteStore
+from cairn.run.connections import free_port
 from cairn.run.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)

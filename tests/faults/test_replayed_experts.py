@@ -4,7 +4,9 @@ from pathlib import Path
 
 import families
 import pytest
-from runs import CONFIGS, Shell, free_port, read, whole_rows
+from runs import CONFIGS, Shell, read, whole_rows
+
+from cairn.run.connections import free_port
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 2

@@ -8,19 +8,9 @@ from pathlib import Path
 
 import draws
 import pytest
-from runs import (
-    CONFIGS,
-    LOWEST_PORT,
-    Shell,
-    assert_same_bits,
-    free_port,
-    rows,
-    step_folder,
-    tensors,
-    untimed,
-    whole_rows,
-)
+from runs import CONFIGS, Shell, assert_same_bits, rows, step_folder, tensors, untimed, whole_rows
 
+from cairn.run.connections import LOWEST_PORT, free_port
 from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)

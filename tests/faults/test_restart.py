@@ -21,7 +21,6 @@ from runs import (
     as_of,
     assert_same_bits,
     flip,
-    free_port,
     read,
     rows,
     step_folder,
@@ -33,6 +32,7 @@ from runs import (
 from toy import children
 
 from cairn.run.batches import batch_path
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,8 +14,9 @@ from pathlib import Path
 import draws
 import psutil
 import pytest
-from runs import CONFIGS, Command, Finished, Shell, free_port, read, rows, steps, whole_rows
+from runs import CONFIGS, Command, Finished, Shell, read, rows, steps, whole_rows
 
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.signals import REPEAT_SECONDS
 

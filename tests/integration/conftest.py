@@ -10,6 +10,7 @@ import tiny
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.server import Server
+from cairn.run import connections
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     """Finds a TCP port of loopback on which nothing listens."""
-    return runs.free_port
+    return connections.free_port
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from runs import (
     Server,
     Shell,
     assert_same_bits,
-    free_port,
     rows,
     step_folder,
     steps,
@@ -22,6 +21,7 @@ from runs import (
 )
 
 from cairn.run.branches import Branches
+from cairn.run.connections import free_port
 
 pytestmark = pytest.mark.timeout(900)
 

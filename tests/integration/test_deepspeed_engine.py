@@ -14,7 +14,6 @@ import torch
 from families import make, make_config
 from foreign import next_step, values
 from one_rank import one_rank
-from runs import free_port
 from safetensors.torch import load_file
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -24,6 +23,7 @@ from cairn.formats.common.match_layout import in_memory
 from cairn.formats.transfer.export_step import export
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.model.hub_layout import hub_layout
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 
 pytest.importorskip("deepspeed", reason="install the dependency group deepspeed")

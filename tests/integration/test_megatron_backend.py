@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import make
-from runs import CONFIGS, free_port, join, rows, start_ranks
+from runs import CONFIGS, join, rows, start_ranks
 from safetensors.torch import load_file
 from tensors_made import LargestTensor
 from test_step_ranks import write
@@ -26,6 +26,7 @@ from cairn.config.rl_trainer import TrainerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.needs import rank_need
 from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample, Sampling
+from cairn.run.connections import free_port
 from cairn.run.messages import Attempt
 from cairn.trainer.frozen.model import TeacherModels
 from cairn.trainer.group import RankGroup

@@ -14,7 +14,6 @@ import pytest
 import torch
 from families import FAMILIES
 from one_rank import one_rank
-from runs import free_port
 from safetensors.torch import load_file
 from tiny import random_model, write
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +25,7 @@ from cairn.formats import WriteOptions, format_of
 from cairn.formats.transfer.export_step import export
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.model import build_model

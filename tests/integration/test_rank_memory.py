@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runs import ABOUT, free_port, join, start_ranks
+from runs import ABOUT, join, start_ranks
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -14,6 +14,7 @@ from cairn.checkpoint.step_folder import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
+from cairn.run.connections import free_port
 from cairn.trainer.models.model import build_model, weights, weights_in
 
 WIDE = LlamaConfig(

@@ -27,7 +27,6 @@ from runs import (
     Server,
     Shell,
     flip,
-    free_port,
     printed,
     read,
     rows,
@@ -46,6 +45,7 @@ from cairn.orchestrator.rollout_log import KeptRollouts
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.policy.receiver import read_source
 from cairn.run.batches import batch_path, read_batch
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import WEIGHT_SOURCE, BatchHeader
 from cairn.run.seeds import answer_seed

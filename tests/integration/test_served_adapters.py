@@ -5,9 +5,10 @@ from pathlib import Path
 
 import draws
 import pytest
-from runs import CONFIGS, Shell, free_port, rows, step_folder, untimed, whole_rows
+from runs import CONFIGS, Shell, rows, step_folder, untimed, whole_rows
 from safetensors.torch import load_file
 
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)

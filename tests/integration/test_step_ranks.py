@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, NOT_BOTH, UNDEALT, UNDIVIDED, UNSHARED, make, make_model
-from runs import ABOUT, free_port, join, start_ranks
+from runs import ABOUT, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
 from tiny import write as write_model
@@ -41,6 +41,7 @@ from cairn.config.preferences import RewardConfig
 from cairn.config.rl_trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import EXPERTS, FROM_TEXT, UNKNOWN_EXPERT, Batch, Sample, Sampling
+from cairn.run.connections import free_port
 from cairn.run.errors import UsageError
 from cairn.trainer.backends.backend import make_backend
 from cairn.trainer.backends.experts import check_experts

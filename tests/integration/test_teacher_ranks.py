@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from families import make
-from runs import free_port, join, start_ranks
+from runs import join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import write_example
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,7 @@ from cairn.config.rl_trainer import TrainerConfig
 from cairn.model.described import sums_of, weight_files
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.connections import free_port
 from cairn.trainer.frozen.model import TeacherModels
 from cairn.trainer.losses import make_loss
 from cairn.trainer.models.adapter import make_policy

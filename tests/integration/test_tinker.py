@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 from light_client import LightClient, ServiceRefusal, datum
-from runs import CONFIGS, Command, Shell, free_port
+from runs import CONFIGS, Command, Shell
 from tiny import write_example
+
+from cairn.run.connections import free_port
 
 pytestmark = pytest.mark.timeout(900)
 

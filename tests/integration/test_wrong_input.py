@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import wandb
-from runs import CONFIGS, REPOSITORY, Finished, Shell, flip, free_port, read, step_folder
+from runs import CONFIGS, REPOSITORY, Finished, Shell, flip, read, step_folder
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.supervise.slot import RoleProcess
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.extensions import syntax_tree

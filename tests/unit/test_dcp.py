@@ -17,7 +17,7 @@ from dcp_program import SCHEDULED, STEPS, WIDTH, full, go_on_all, tokens, train_
 from families import make, make_config
 from foreign import values
 from one_rank import one_rank
-from runs import free_port, start_ranks
+from runs import start_ranks
 from test_families import make_rows, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -50,6 +50,7 @@ from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.model.architectures import sizes_of
 from cairn.model.hub_layout import hub_layout
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.step.train_step import train_step

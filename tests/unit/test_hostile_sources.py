@@ -30,7 +30,7 @@ from dcp_program import Program
 from deepspeed_folders import named_as_deepspeeds, zero_folder
 from families import make, make_model
 from peft import LoraConfig, get_peft_model
-from runs import ABOUT, Finished, free_port, join
+from runs import ABOUT, Finished, join
 from safetensors.torch import load_file
 from safetensors.torch import save as as_bytes
 from test_formats import begun, update
@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 from cairn.checkpoint.store import CheckpointStore
 from cairn.formats import EXPORTERS, FORMATS
 from cairn.launch import main
+from cairn.run.connections import free_port
 
 SECONDS = 60
 """In which a refusal must have come: none of these files holds more than a megabyte."""

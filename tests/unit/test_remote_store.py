@@ -20,7 +20,6 @@ from typing import Any
 import draws
 import numpy as np
 import pytest
-from runs import free_port
 from stores import BadNetwork, make_step, process_of_client, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
@@ -40,6 +39,7 @@ from cairn.remote.client.objects import Listed, probe
 from cairn.remote.client.upload_body import Sent
 from cairn.remote.prefix_lease import Taken
 from cairn.remote.uploads import Limit, RunUploads, Uploaded, Uploader
+from cairn.run.connections import free_port
 from cairn.run.errors import UsageError
 from cairn.run.messages import Attempt
 from cairn.run.object_store import TransientError, is_url

@@ -2,13 +2,13 @@
 
 import http.server
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runs
 
 import cairn.inference.server as server_module
 from cairn.config.inference import InferenceConfig
@@ -20,6 +20,8 @@ from cairn.inference.server import (
     ServerFailed,
     reason,
 )
+from cairn.run import connections
+from cairn.run.connections import free_port
 from cairn.run.exits import answer
 
 PREFIX = "(EngineCore pid=7) ERROR 11-22 16:22:28 [core.py:1] "
@@ -64,7 +66,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
 @pytest.mark.parametrize("dies", [True, False])
 def test_somebody_elses_server_is_not_ours(started, dies: bool):
     """It comes to the port between our look at the address and our server's own."""
-    port = runs.free_port()
+    port = free_port()
     code = "import time; time.sleep(1); " + ("1 / 0" if dies else "time.sleep(60)")
     server = started(code, port, timeout=60 if dies else 2)
     Impostor.seen.clear()
@@ -79,7 +81,7 @@ def test_somebody_elses_server_is_not_ours(started, dies: bool):
 
 
 def test_a_model_that_cannot_be_served_is_named_with_its_reason(started):
-    server = started("raise ValueError('Model architectures [A] are not supported')", runs.free_port())
+    server = started("raise ValueError('Model architectures [A] are not supported')", free_port())
     with pytest.raises(ModelUnservable, match=r"some/model.*ValueError: Model architectures \[A\]"):
         server.wait_ready()
 
@@ -92,7 +94,7 @@ def test_a_role_whose_model_cannot_be_served_tells_its_launcher_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(server_module, "command", lambda *_: ([sys.executable, "-c", code], {}))
     told: list[str] = []
-    config = InferenceConfig(port=runs.free_port())
+    config = InferenceConfig(port=free_port())
     assert (
         answer(lambda: server_module.run(config, "some/model", tmp_path / "vllm.log"), tell=told.append) == 2
     )
@@ -101,7 +103,7 @@ def test_a_role_whose_model_cannot_be_served_tells_its_launcher_why(
 
 
 def test_a_death_for_another_reason_is_no_usage_error(started):
-    server = started("raise MemoryError('no more')", runs.free_port())
+    server = started("raise MemoryError('no more')", free_port())
     with pytest.raises(ServerFailed, match=r"MemoryError: no more; the end of") as error:
         server.wait_ready()
     assert not isinstance(error.value, ModelUnservable)
@@ -157,3 +159,27 @@ def test_the_reason_is_found_in_the_log(lines: list[str], text: str, is_final: b
 
 def test_a_log_without_an_error_has_no_reason():
     assert reason("INFO starting\nINFO loading\n") is None
+
+
+def test_no_connection_can_take_the_port_of_a_process_that_is_about_to_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lowest = int(Path(connections.CONNECTIONS_PORTS).read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert all(connections.LOWEST_PORT <= port < lowest for port in ports)
+    with pytest.raises(OSError, match="assign"):
+        free_port("192.0.2.1")  # of documentations (RFC 5737): no machine's
+    (ranges := tmp_path / "range").write_text("1024\t65535\n")  # all are the connections'
+    for told in (ranges, tmp_path / "not Linux"):
+        monkeypatch.setattr(connections, "CONNECTIONS_PORTS", str(told))
+        with socket.create_server(("127.0.0.1", free_port())):
+            pass
+
+
+def test_a_port_on_which_somebody_listens_is_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    taken = free_port()
+    draws = iter([taken, taken, taken + 1])
+    monkeypatch.setattr(connections.secrets, "randbelow", lambda _: next(draws) - connections.LOWEST_PORT)
+    with socket.create_server(("127.0.0.1", taken)):
+        assert free_port() != taken

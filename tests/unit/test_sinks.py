@@ -23,12 +23,12 @@ import pytest
 import yaml
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from prometheus_client.parser import text_string_to_metric_families
-from runs import free_port
 
 from cairn.config.sinks import SinksConfig
 from cairn.launch.jobs import sinks as beside
 from cairn.launch.jobs.sinks import SinksProcess, sinks_beside
 from cairn.launch.start import StartDamaged
+from cairn.run.connections import free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.exits import EXIT_STOPPED, RoleFailed

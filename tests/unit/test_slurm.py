@@ -17,13 +17,14 @@ from pathlib import Path
 import draws
 import psutil
 import pytest
-from runs import DEADLINE, LOWEST_PORT, free_port
+from runs import DEADLINE
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
 from cairn.launch.plan.gpu_assignment import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
+from cairn.run.connections import LOWEST_PORT, free_port
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Gpu, Machine

@@ -14,7 +14,7 @@ from dcp_program import STEPS, WIDTH, tokens
 from families import make
 from foreign import values
 from one_rank import one_rank
-from runs import free_port, start_ranks
+from runs import start_ranks
 from test_dcp import Runs, assert_goes_on
 from torch.distributed.tensor import Partial
 from transformers import AutoModelForTokenClassification
@@ -29,6 +29,7 @@ from cairn.formats.transfer.diff import compare
 from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.formats.verl import Verl
 from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.connections import free_port
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.models.adapter import make_policy

@@ -23,6 +23,7 @@ from cairn.checkpoint.memory.memory_owners import RankHost
 from cairn.config.trainer import TrainerBase
 from cairn.launch.ray.environment import adopt, extend_segments
 from cairn.run import heartbeat
+from cairn.run.connections import free_port
 from cairn.run.machine import keep_near, lack_of_cpus, this_machine
 from cairn.run.messages import Attempt, Outcome
 from cairn.run.output import importing, log_to
@@ -112,9 +113,7 @@ class Worker:
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, where the ranks can meet."""
         address = get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> Outcome:
         """Join the other ranks and train; can be called again afterwards."""

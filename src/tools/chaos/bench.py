@@ -5,7 +5,6 @@ import itertools
 import json
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from cairn.config.branches import BranchesConfig
 from cairn.inference.client import Unauthorized, token_for
+from cairn.run.connections import free_port
 from cairn.run.errors import UsageError
 from cairn.tools.chaos.disasters import mount_small_disk, unmount
 from cairn.tools.chaos.plan import ChaosSettings
@@ -210,9 +210,3 @@ def may_mount() -> bool:
     finally:
         unmount(folder)
         folder.rmdir()
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from cairn.config.shared import RolloutKey
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.inference.server import AddressUnusable, ServerFailed
-from cairn.inference.servers import REPLAYED, GivenServers, OwnServer, Servers, free_port
+from cairn.inference.servers import REPLAYED, GivenServers, OwnServer, Servers, port_for_server
 from cairn.inference.vllm_command import serves_on_gpus
 from cairn.model.adapters import is_adapter
 from cairn.orchestrator.rollout_log import KeptRollouts, installed_vllm
@@ -137,7 +137,7 @@ class RolloutReplay:
         servers: Servers
         given = None
         if server is None:
-            port = free_port(then.server.host)  # the run may be using its own
+            port = port_for_server(then.server.host)  # the run may be using its own
             config = then.server.model_copy(update={"port": port, "gpus": None, "colocated": False})
             servers = OwnServer(config, room, lambda model: None, _tell)
         else:
