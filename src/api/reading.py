@@ -17,7 +17,7 @@ from cairn.checkpoint.step_folder import (
     verify,
 )
 from cairn.formats import FORMATS, TensorSource
-from cairn.model.adapters import base_folder, is_adapter
+from cairn.model.adapters import base_folder, is_adapter, with_adapter_merged
 from cairn.run.data_sets import Records, every, load_records
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -90,10 +90,8 @@ class Checkpoint:
             return AutoModelForSequenceClassification.from_pretrained(folder, **arguments)
         if not is_adapter(folder):
             return AutoModelForCausalLM.from_pretrained(folder, **arguments)
-        from peft import PeftModel
-
         base = AutoModelForCausalLM.from_pretrained(base_folder(folder), **{"dtype": "float32", **arguments})
-        return PeftModel.from_pretrained(base, folder).merge_and_unload()
+        return with_adapter_merged(base, folder)
 
     def tokenizer(self, **arguments: Any) -> "PreTrainedTokenizerBase":
         """The tokenizer with its chat template."""

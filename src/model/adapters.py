@@ -24,6 +24,7 @@ from cairn.run.files import read_json
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from cairn.model.hub_layout import Layout
 
@@ -176,6 +177,14 @@ def adapter_parts(folder: Path) -> dict[str, TensorSource]:
     stored = find_tensors(folder, "adapter_model")
     bare = {unwrapped(name, leading=False): tensor for name, tensor in stored.items()}
     return {unwrapped(name.removeprefix(PREFIX), leading=False): tensor for name, tensor in bare.items()}
+
+
+def with_adapter_merged(base: "PreTrainedModel", folder: Path) -> "PreTrainedModel":
+    """The base model with the adapter in `folder` added to its weights, by PEFT; it has changed `base`."""
+    from peft import PeftModel
+
+    with_adapter: Any = PeftModel.from_pretrained(base, str(folder))  # pyright: ignore[reportUnknownMemberType]
+    return with_adapter.merge_and_unload()
 
 
 def merged_weights(

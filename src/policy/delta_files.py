@@ -18,7 +18,7 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.tensors.reader import as_memory
 from cairn.policy.checksums import read_checksums
 from cairn.policy.delta import RankDelta, apply, digest_of
-from cairn.run.files import DamagedFile
+from cairn.run.files import DamagedFile, safetensors_bytes
 from cairn.run.messages import read_delta_note
 
 STEM = "delta-"
@@ -52,7 +52,7 @@ class DeltaChain:
     def nbytes(self) -> int:
         """Bytes of the files to read."""
         folders = [*self.links, *([self.whole] if self.whole else [])]
-        return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+        return sum(map(safetensors_bytes, folders))
 
 
 def chain_to(folder: Path, has: str = "") -> DeltaChain | None:

@@ -160,6 +160,11 @@ def entries(folder: Path, suffix: str) -> list[Path]:
     return [folder / name for name in names if name.endswith(suffix) and not name.startswith(".")]
 
 
+def safetensors_bytes(folder: Path) -> int:
+    """Bytes of the safetensors files that lie in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def make_folders(path: Path) -> None:
     """Make a folder, and those above it that are missing, durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -41,7 +41,7 @@ from cairn.policy.errors import Altered, NotHeld, Unchanged
 from cairn.policy.generation import DIRECT, Route
 from cairn.policy.receiver import Room, Source, WeightReceiver, read_source
 from cairn.policy.relay import handed_on
-from cairn.run.files import DamagedFile
+from cairn.run.files import DamagedFile, safetensors_bytes
 
 logger = init_logger("vllm.cairn")
 
@@ -286,7 +286,7 @@ class PolicyReader:
                 yield weights
 
         count = sum(math.prod(source.spec.shape) for source in sources.values())
-        return PolicyTensors(checked(), sums, count, lambda: _bytes_in(Path(path)))
+        return PolicyTensors(checked(), sums, count, lambda: safetensors_bytes(Path(path)))
 
     def _checked(self, tensor: torch.Tensor, what: str, published: int | None = None) -> int:
         """The checksum of a tensor.
@@ -340,7 +340,3 @@ def _as_not_held() -> Iterator[None]:
         yield
     except Damaged as error:
         raise NotHeld(str(error)) from None
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -10,7 +10,7 @@ from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import DIRECT, Generation, Relay, Route, SamplingParams, ServedAdapter
 from cairn.policy.receiver import read_source
-from cairn.run.files import read_note
+from cairn.run.files import read_note, safetensors_bytes
 from cairn.run.messages import STORED, PolicyName, Probe, StoredVersion
 from cairn.run.waiting import Backoff
 
@@ -276,4 +276,4 @@ def tensor_bytes(folder: Path) -> int:
     """Bytes of the tensors that a directory holds or tells of; 0 if only the servers can see it."""
     if source := read_source(folder):
         return source.bytes
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return safetensors_bytes(folder)

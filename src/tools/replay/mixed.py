@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from cairn.inference.pool.member import tensor_bytes
-from cairn.model.adapters import is_adapter
+from cairn.model.adapters import is_adapter, with_adapter_merged
 from cairn.run.errors import CairnError
 from cairn.run.machine import available_memory
 from cairn.run.messages import PolicyName
@@ -110,6 +110,12 @@ def _opened(folder: Path, base: str | None, dtype: str) -> Any:
     """
     disable_progress_bar()
     whole = whole_model(folder, base)
+    config = AutoConfig.from_pretrained(whole, trust_remote_code=False)
+    with torch.device("meta"):  # only the model's class says whether it keeps a state
+        has_state: bool = AutoModelForCausalLM.from_config(config)._is_stateful
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if has_state or not ATTENTION.issuperset(kinds):
+        raise NotComputable("they come from a state that an earlier policy has left")
     wanted, there = tensor_bytes(whole), available_memory()
     if wanted > there:
         raise NotComputable(
@@ -120,12 +126,7 @@ def _opened(folder: Path, base: str | None, dtype: str) -> Any:
         whole, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     if is_adapter(folder):
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if model._is_stateful or not ATTENTION.issuperset(kinds):
-        raise NotComputable("they come from a state that an earlier policy has left")
+        model = with_adapter_merged(model, folder)
     return model.eval()
 
 
