@@ -84,6 +84,27 @@ MUTANTS = (
         "test_branches",
     ),
     M(
+        "what follows from other settings does not count as given",
+        "BaseConfig.deriving",
+        "set(self.model_fields_set)",
+        "set(made.model_fields_set)",
+        "test_slurm",
+    ),
+    M(
+        "the deadline of all branches is that of each",
+        "RunDirectory.end_with",
+        "self._end_by(content.time)",
+        "pass",
+        "test_preemption",
+    ),
+    M(
+        "a server that branches share has what any of them needs",
+        "serving_all",
+        "return_experts=any(one.inference.return_experts for one in each.values()),",
+        "",
+        "test_branches",
+    ),
+    M(
         "a choice that is on record is not made again",
         "Branches.choose",
         "if any(choice.step == step for choice in states.choices):",

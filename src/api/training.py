@@ -99,6 +99,7 @@ def _train(command: str, cls: type[Config], config: object, settings: Mapping[st
         checked: Any = _checked(cls, config, settings, needs=KINDS[command].needs)
         if getattr(checked, "branch", ()):
             raise UsageError("branch: give the branches to cairn.rl as branch=[...], not in its settings")
+        _refuse_a_job(command, checked)
         from cairn.launch.commands import start
 
         _call(lambda: start(command, checked))
@@ -113,12 +114,22 @@ def _train_branches(config: object, branch: "OfBranches", settings: Mapping[str,
         arguments = _arguments(RLConfig, config, settings)
         checked = resolve(RLConfig, arguments)
         require(checked, *KINDS["rl"].needs)
+        _refuse_a_job("rl", checked)
         each = resolve_branches(RLConfig, arguments, _layers(branch))
         from cairn.launch.branches.turns import run_branches
 
         _call(lambda: run_branches(checked, each))
         runs = {name: Branches(checked.output_dir).run(name) for name in each}
         return {name: Run(path) for name, path in runs.items() if RunView(path).run.exists()}
+
+
+def _refuse_a_job(command: str, checked: Any) -> None:
+    """What is called in Python returns a run that is done, so it submits none."""
+    if checked.slurm is not None:
+        raise UsageError(
+            f"slurm: cairn.{command} trains here; the command {command} submits a job. Leave it out, with "
+            "slurm=None if a file has it"
+        )
 
 
 def _layers(branch: "OfBranches") -> dict[str, Layer]:

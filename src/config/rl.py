@@ -24,6 +24,8 @@ from cairn.run.object_store import is_loopback
 
 SERVER = "inference"
 """The role of a run's own server, and of the first of several."""
+DERIVED = {"max_lora_rank", "max_loras", "return_experts"}
+"""Settings of servers that follow from those of the trainer."""
 
 
 class ServersConfig(InferenceConfig):
@@ -163,8 +165,8 @@ class RLConfig(SharedConfig, SupervisionConfig):
     @model_validator(mode="after")
     def _others_know_what_is_replayed(self) -> Self:
         if self.trainer.router_replay:
-            inference = self.inference.model_copy(update={"return_experts": True})
-            orchestrator = self.orchestrator.model_copy(update={"router_replay": True})
+            inference = self.inference.deriving(return_experts=True)
+            orchestrator = self.orchestrator.deriving(router_replay=True)
             object.__setattr__(self, "inference", inference)
             object.__setattr__(self, "orchestrator", orchestrator)
         return self
@@ -174,8 +176,8 @@ class RLConfig(SharedConfig, SupervisionConfig):
         """Set what the servers need that the run starts, in whatever way it does."""
         if self.trainer.lora and self.trainer.lora.serve == "unmerged":
             rank, loras = self.inference.max_lora_rank or self.trainer.lora.rank, self.inference.max_loras
-            values = {"max_lora_rank": rank, "max_loras": max(loras, self.versions_in_flight)}
-            inference = self.inference.model_copy(update=values)
+            loras = max(loras, self.versions_in_flight)
+            inference = self.inference.deriving(max_lora_rank=rank, max_loras=loras)
             object.__setattr__(self, "inference", inference)
         return self
 

@@ -215,6 +215,12 @@ class BaseConfig(BaseModel):
         """With these values where none is set."""
         return self.model_copy(update={key: values[key] for key in values if getattr(self, key) is None})
 
+    def deriving(self, **values: Any) -> Self:
+        """With values that follow from other settings, which do not count as given."""
+        made = self.model_copy(update=values)
+        object.__setattr__(made, "__pydantic_fields_set__", set(self.model_fields_set))
+        return made
+
     @model_validator(mode="before")
     @classmethod
     def _as_written(cls, data: Any) -> Any:

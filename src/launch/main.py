@@ -43,6 +43,8 @@ def rl() -> int:
         if not config.branch:
             return _begin("rl", config)
         each = load_branches(RLConfig, sys.argv[1:], config.branch)
+        if config.slurm is not None:
+            return _submit("rl", config, config.slurm, each)
         with saying("importing PyTorch and Ray"), importing():
             from cairn.launch.branches.turns import run_branches
         return run_branches(config, each)
@@ -108,13 +110,19 @@ def _begin(command: str, config: Any) -> int:
     return start(command, config)
 
 
-def _submit(command: str, config: Any, slurm: SlurmConfig) -> int:
-    """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead."""
+def _submit(
+    command: str, config: Any, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None = None
+) -> int:
+    """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead.
+
+    Args:
+        branches: the settings of each branch, if the run has some.
+    """
     from cairn.config.kinds import KINDS
     from cairn.launch.slurm.job import job_of, submit
 
     require(config, *KINDS[command].needs)
-    job = job_of(command, config, slurm)
+    job = job_of(command, config, slurm, branches)
     if config.dry_run:
         print(job.contents[job.script.name], end="", flush=True)
     else:

@@ -170,8 +170,7 @@ class RunDirectory(LockedFolder):
 
     def begin(self, attempt: Attempt) -> None:
         """Make `attempt` the current one, with no role running yet."""
-        self._stop.unlink(missing_ok=True)
-        self._deadline.unlink(missing_ok=True)
+        self.forget_stop()
         self._known = attempt
         write_json(self.roles, {**asdict(attempt), "roles": {}}, durable=True)
         self.note_begun()
@@ -355,11 +354,23 @@ class RunDirectory(LockedFolder):
                 the earliest counts.
         """
         if seconds is not None:
-            earlier = read_note(self._deadline, Deadline)
-            deadline = time.time() + seconds
-            deadline = min(deadline, earlier.time) if earlier else deadline
-            write_json(self._deadline, Deadline(deadline).to_json())
+            self._end_by(time.time() + seconds)
         write_json(self._stop, StopRequest(reason).to_json())
+
+    def _end_by(self, deadline: float) -> None:
+        earlier = read_note(self._deadline, Deadline)
+        deadline = min(deadline, earlier.time) if earlier else deadline
+        write_json(self._deadline, Deadline(deadline).to_json())
+
+    def end_with(self, other: "RunDirectory") -> None:
+        """Heed the deadline of another folder, too, if it has one: that of all branches of a run."""
+        if content := read_note(other._deadline, Deadline):
+            self._end_by(content.time)
+
+    def forget_stop(self) -> None:
+        """Forget what an earlier attempt was asked, and its deadline."""
+        self._stop.unlink(missing_ok=True)
+        self._deadline.unlink(missing_ok=True)
 
     def stop_requested(self) -> str | None:
         """The reason for which somebody asked the run to stop, if so."""

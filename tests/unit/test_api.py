@@ -218,6 +218,7 @@ def test_a_dict_or_a_configuration_will_do():
         ({"model": {"name": "m"}}, {}, 'sft needs data={"name": ...}; sft --help lists all'),
         ("nowhere.toml", {}, "nowhere.toml: configuration file not found"),
         (3, {}, "config is a int"),
+        (CONFIG, {"slurm": {"nodes": 2}}, "slurm: cairn.sft trains here; the command sft submits a job"),
     ],
 )
 def test_mistakes_are_refused_as_on_the_command_line(config: object, settings: dict, message: str):
@@ -253,6 +254,8 @@ def test_branches_that_can_not_be(branch: Any, message: str, tmp_path: Path):
     with pytest.raises(cairn.UsageError, match=message):
         cairn.rl("configs/reverse_text/rl.toml", branch=branch, output_dir=str(tmp_path / "all"))
     assert not (tmp_path / "all").exists()
+    with pytest.raises(cairn.UsageError, match=r"slurm: cairn\.rl trains here"):
+        cairn.rl("configs/reverse_text/rl.toml", branch={"a": LR, "b": {}}, slurm={})
     with pytest.raises(cairn.UsageError, match="lie over a file or a dict"):
         cairn.rl(RLConfig(output_dir=str(tmp_path)), branch={"a": LR, "b": {}})
 

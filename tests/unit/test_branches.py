@@ -25,7 +25,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.shared import SupervisionConfig
 from cairn.inference.supervised import SupervisedServer
 from cairn.launch import main
-from cairn.launch.branches.settings import SharedByBranches, at_servers, of_branch, refuse
+from cairn.launch.branches.settings import SharedByBranches, at_servers, of_branch, refuse, serving_all
 from cairn.launch.branches.turns import begun, next_goal, stops
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, read_ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
@@ -133,7 +133,6 @@ UNMERGED = '[trainer.lora]\nserve = "unmerged"\n'
         (["--ckpt.resume-step", "3"], {}, "--ckpt.resume-step 3: each branch has steps of its own"),
         (["--colocate"], {}, "--colocate: servers that sleep while one branch trains are not warm"),
         (["--stop-after", "3"], {}, "--stop-after 3: the turns of the branches say where each stops"),
-        (["--slurm.nodes", "1"], {}, "--slurm: a job of Slurm's runs one run"),
         (["--branches.keep", "30:1"], {}, "--branches.keep 30:1: the branches end with step 20"),
         (["--branches.keep", "3:2"], {}, "--branches.keep 3:2: there are 2 branches; keep fewer of them"),
         (["--branches.at-once", "2"], {}, "a server holds the weights of one policy, so branches that train"),
@@ -148,6 +147,21 @@ def test_what_can_not_be_done_with_branches(flags: list[str], files: dict, messa
 
 def test_adapters_that_are_computed_unmerged_may_train_side_by_side(tmp_path: Path):
     refuse(*resolved(tmp_path, "--branches.at-once", "2", a=UNMERGED, b=UNMERGED + "rank = 4"))
+
+
+def test_the_servers_of_all_branches_have_what_each_of_them_needs(tmp_path: Path):
+    """Also if it is not the first; what the command has given stays as it is."""
+    replays = "[trainer]\nrouter_replay = true\n"
+    config, each = resolved(
+        *(tmp_path, "--inference.max-loras", "5", "--inference.port", "7007"),
+        **{"a": UNMERGED, "b": replays + UNMERGED + "rank = 64", "c": UNMERGED + "rank = 32"},
+    )
+    assert config.inference.max_lora_rank is None
+    served = serving_all(each, 2)
+    assert (served.max_lora_rank, served.max_loras, served.return_experts) == (64, 10, True)
+    assert served.port == 7007
+    assert served.model_fields_set == config.inference.model_fields_set
+    assert not serving_all({"a": each["a"]}, 1).return_experts
 
 
 STATES = BranchStates(["a", "b", "c"], "reward/mean", "max", 2, 20)

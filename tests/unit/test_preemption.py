@@ -304,6 +304,26 @@ def test_the_earliest_deadline_counts(tmp_path: Path):
     assert (run.seconds_left(), run.stop_requested()) == (None, None)
 
 
+def test_the_deadline_of_all_branches_is_that_of_each(tmp_path: Path):
+    """Or an earlier one of its own; the next attempt knows of neither."""
+    branches, run = RunDirectory(tmp_path / "all"), RunDirectory(tmp_path / "all/branches/one")
+    run.path.mkdir(parents=True)
+    run.end_with(branches)
+    assert run.seconds_left() is None
+    branches.request_stop("SIGTERM", 100)
+    run.end_with(branches)
+    left = run.seconds_left()
+    assert left is not None
+    assert 0 < left < 100
+    run.request_stop("EC2 will terminate this instance", 50)
+    run.end_with(branches)
+    left = run.seconds_left()
+    assert left is not None
+    assert 0 < left < 50
+    branches.forget_stop()
+    assert (branches.seconds_left(), branches.stop_requested()) == (None, None)
+
+
 @pytest.mark.parametrize(("seconds", "over"), [(None, False), (1000.0, False), (1.0, True)])
 def test_the_launcher_ends_the_run_before_its_deadline(tmp_path: Path, seconds: float | None, over: bool):
     """Some time is kept for the end itself, and for a scheduler's commands after it."""

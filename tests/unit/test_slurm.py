@@ -19,8 +19,10 @@ import psutil
 import pytest
 from runs import DEADLINE
 
-from cairn.config.cli import COMMANDS, load
+from cairn.config.cli import COMMANDS, load, load_branches
+from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
+from cairn.config.rl import RLConfig
 from cairn.launch.plan.gpu_assignment import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
@@ -83,9 +85,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def written(command: str, *flags: str) -> Written:
     """The job of a command with these flags."""
-    config = load(KINDS[command].config, ["--model.name", "owner/name", *flags, "--slurm"])
+    argv = ["--model.name", "owner/name", *flags, "--slurm"]
+    config = load(KINDS[command].config, argv)
     assert config.slurm is not None
-    return job_of(command, config, config.slurm)
+    branches = getattr(config, "branch", None)
+    return job_of(command, config, config.slurm, branches and load_branches(RLConfig, argv, branches))
 
 
 @dataclass
@@ -101,6 +105,7 @@ class Job:
         job = written(command, "--output-dir", str(self.folder / "run"), *flags)
         job.folder.mkdir(parents=True)
         for name, content in job.contents.items():
+            (job.folder / name).parent.mkdir(exist_ok=True)
             (job.folder / name).write_text(content)
         process = subprocess.Popen(
             ["bash", str(job.script)],
@@ -277,6 +282,48 @@ def test_the_jobs_settings_are_those_of_the_command(command: str, more: tuple[st
     assert found.model_dump(exclude_unset=True) == wanted.model_dump(exclude_unset=True)
     machine = Machine((Gpu(0, "GPU-0", "one", 80 << 30),))
     assert placed(KINDS[command], found, machine) == placed(KINDS[command], wanted, machine)
+
+
+@pytest.fixture
+def branched(tmp_path: Path) -> list[str]:
+    """Flags of a run with two branches."""
+    files = {"low.toml": "[trainer.optimizer]\nlr = 1e-4\n[trainer.lora]\nrank = 4\n"}
+    files["high.yaml"] = "trainer: {optimizer: {lr: 0.1}, lora: {rank: 16}}\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    flags = ["--output-dir", str(tmp_path / "run"), "--ckpt", "--trainer.lora.serve", "unmerged"]
+    return flags + [word for name in files for word in ("--branch", str(tmp_path / name))]
+
+
+def test_the_branches_of_a_job_are_those_of_the_command(branched: list[str], tmp_path: Path):
+    """Whatever becomes of their files; servers on nodes of their own have room for those of a time."""
+    branched += ["--branches.at-once", "2", "--trainer.workers", "1"]
+    job = written("rl", *branched, "--slurm.nodes", "2")
+    given = load(RLConfig, ["--model.name", "owner/name", *branched])
+    wanted = load_branches(RLConfig, ["--model.name", "owner/name", *branched], given.branch)
+    for file in given.branch:
+        Path(file).write_text("what is not read")
+    for name, content in job.contents.items():
+        (job.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (job.folder / name).write_text(content)
+    argv = ["@", str(job.folder / "rl.json")]
+    found = load_branches(RLConfig, argv, load(RLConfig, argv).branch)
+    assert list(found) == ["low", "high"]
+    for name, one in found.items():
+        assert one.branches == wanted[name].branches == given.branches
+        assert one == wanted[name].sharing(preemption=one.preemption)
+    server = load(InferenceConfig, ["@", str(job.folder / "inference.json")])
+    assert server.max_lora_rank == 16
+    assert server.max_loras == 2 * max(one.inference.max_loras for one in found.values())
+
+
+def test_branches_that_are_no_job(branched: list[str]):
+    branched += ["--branches.at-once", "2", *EIGHT]
+    with pytest.raises(UsageError, match="each branch would take a rank on every GPU, and low does not say"):
+        written("rl", *branched, "--slurm.nodes", "3")
+    written("rl", *branched)  # on one node it is as without Slurm
+    with pytest.raises(UsageError, match="--stop-after 3: the turns of the branches say"):
+        written("rl", *branched, "--stop-after", "3")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.config.rl import RLConfig
+from cairn.config.rl import RLConfig, ServersConfig
 from cairn.launch.plan.run_plan import RunPlan, make
 from cairn.launch.plan.steps import STEPS
 from cairn.run.branches import Branches, BranchStates
@@ -38,10 +38,6 @@ def refuse(config: RLConfig, each: Mapping[str, RLConfig]) -> None:
         raise UsageError(
             f"--ckpt.resume-step {ckpt.resume_step}: each branch has steps of its own; resume one of them by "
             "itself, with its settings and its folder, or all with --ckpt.resume auto"
-        )
-    if config.slurm is not None:
-        raise UsageError(
-            "--slurm: a job of Slurm's runs one run; submit a script with the rl --branch command"
         )
     if config.colocate:
         raise UsageError(
@@ -104,14 +100,10 @@ def shared_by(
     if urls := config.orchestrator.inference_url:
         return SharedByBranches({}, urls, None)
     first = next(iter(each.values()))
-    ranks = [one.inference.max_lora_rank for one in each.values()]
-    loras = max(one.inference.max_loras for one in each.values()) * at_once
-    inference = first.inference.model_copy(
-        update={"max_lora_rank": max((one for one in ranks if one), default=None), "max_loras": loras}
-    )
     assert config.ckpt is not None, "it was refused"
     ckpt = config.ckpt.model_copy(update={"resume": start})
     alone = first.sharing(output_dir=config.output_dir, ckpt=ckpt, stop_after=None)
+    inference = serving_all(each, at_once)
     alone = alone.model_copy(update={"inference": inference, "branch": [], "branches": BranchesConfig()})
     plan = make("rl", alone, STEPS)
     servers = KINDS["rl"].servers(plan.config)
@@ -122,6 +114,18 @@ def shared_by(
         )
     model = plan.model if plan.first.folder is None else None
     return SharedByBranches(servers, plan.config.orchestrator.inference_url, model)
+
+
+def serving_all(each: Mapping[str, RLConfig], at_once: int) -> ServersConfig:
+    """The settings of a server that holds the policies of so many branches at a time."""
+    first = next(iter(each.values()))
+    ranks = [one.inference.max_lora_rank for one in each.values()]
+    loras = max(one.inference.max_loras for one in each.values()) * at_once
+    return first.inference.deriving(
+        max_lora_rank=max((one for one in ranks if one), default=None),
+        max_loras=loras,
+        return_experts=any(one.inference.return_experts for one in each.values()),
+    )
 
 
 def of_branch(

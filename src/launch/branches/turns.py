@@ -91,6 +91,7 @@ def run_branches(config: RLConfig, each: Mapping[str, RLConfig]) -> int:
     run = RunDirectory(branches.path)
     lock(run)
     try:
+        run.forget_stop()
         if branches.exists():
             branches.record(lambda _: begun(config, list(each), branches))
         else:
@@ -267,6 +268,7 @@ class BranchScheduler:
                 for turn in turns if self._stopping else ():
                     if turn.name not in asked:
                         asked.add(turn.name)
+                        RunDirectory(self.branches.run(turn.name)).end_with(RunDirectory(self.branches.path))
                         turn.ask_to_stop()
                     elif self._at_once and turn.name not in hurried:
                         hurried.add(turn.name)

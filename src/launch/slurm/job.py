@@ -4,20 +4,23 @@ The job reads no file of the user's: the settings that were given lie beside the
 file while the job waits in the queue changes nothing.
 """
 
+import json
 import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from cairn.config.branches import layers_of
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig
-from cairn.config.rl import RLConfig
+from cairn.config.rl import DERIVED, RLConfig, ServersConfig
 from cairn.config.shared import PreemptionConfig, SlurmConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, write_atomic
@@ -26,6 +29,8 @@ from cairn.run.object_store import is_loopback
 FOLDER = "slurm"
 """Folder in the run directory for the job's script, settings and logs."""
 SCRIPT = "job.sbatch"
+BRANCHES = "branches"
+"""Folder in there for the file of each branch."""
 START_SECONDS = 600
 """Seconds that a job's nodes have at least to start Ray; `ray.start_timeout` may allow more."""
 
@@ -43,8 +48,13 @@ class Job:
         return self.folder / SCRIPT
 
 
-def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
+def job_of(
+    command: str, config: RunConfig, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None = None
+) -> Job:
     """The job that runs `command` with these settings; nothing is written.
+
+    Args:
+        branches: the settings of each branch, if the run has some.
 
     Raises:
         UsageError: the settings do not fit a job.
@@ -53,6 +63,13 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
     _refuse_another_start(config)
     folder = Path(config.output_dir) / FOLDER
     contents: dict[str, str] = {}
+    served = _served(config, slurm, branches) if isinstance(config, RLConfig) else None
+    settings = config.sharing(preemption=_told_in_time(config.preemption, slurm))
+    if branches and isinstance(config, RLConfig):
+        given = layers_of(config.branch)
+        own = {name: f"{BRANCHES}/{name}.json" for name in branches}
+        contents |= {file: json.dumps(given[name].content, default=str) for name, file in own.items()}
+        settings = settings.model_copy(update={"branch": [str(folder / file) for file in own.values()]})
     words = [command, "@", str(folder / f"{command}.json"), "--ckpt.resume", "auto"]
     lines = [shlex.join(words)]
     if slurm.nodes > 1:
@@ -68,8 +85,8 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
                 f"{flags}workers"
             )
         serving: list[str] = []
-        if isinstance(config, RLConfig) and not _given_servers(config):
-            serving = _serving(config, slurm, folder, contents)
+        if isinstance(config, RLConfig) and served is not None and not _given_servers(config):
+            serving = _serving(config, served, slurm, folder, contents)
         lines = [
             f"start_seconds={max(START_SECONDS, math.ceil(trainer.ray.start_timeout))}",
             _shell("cluster.sh"),
@@ -82,7 +99,6 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
         ]
         contents["node.sh"] = _shell("node.sh")
     lines[-1] = f"run {lines[-1]}"
-    settings = config.sharing(preemption=_told_in_time(config.preemption, slurm))
     contents[f"{command}.json"] = _as_given(settings)
     contents[SCRIPT] = "\n".join([*_head(command, slurm, folder), _shell("job.sh"), *lines, ""])
     return Job(folder, contents)
@@ -95,8 +111,8 @@ def submit(job: Job) -> None:
         UsageError: this machine has no sbatch.
         CairnError: sbatch refuses the job.
     """
-    make_folders(job.folder)
     for name, content in job.contents.items():
+        make_folders((job.folder / name).parent)
         write_atomic(job.folder / name, content.encode())
     if shutil.which("sbatch") is None:
         raise UsageError(
@@ -109,6 +125,28 @@ def submit(job: Job) -> None:
         said = done.stderr.strip() or "it said nothing"
         raise CairnError(f"sbatch {job.script} ended with exit code {done.returncode}: {said}")
     print(f"{done.stdout.strip()}; its script and logs are in {job.folder}", flush=True)
+
+
+def _served(config: RLConfig, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None) -> ServersConfig:
+    """The settings of the servers, which all branches ask if there are some.
+
+    Raises:
+        UsageError: the branches can't be trained like this, or not by a job.
+    """
+    if not branches:
+        return config.inference
+    from cairn.launch.branches.settings import refuse, serving_all  # imports PyTorch
+
+    refuse(config, branches)
+    at_once = min(config.branches.at_once, len(branches))
+    greedy = [name for name, one in branches.items() if not one.trainer.workers]
+    if at_once > 1 and slurm.nodes > 1 and greedy:
+        raise UsageError(
+            f"--branches.at-once {at_once}: in a job on {slurm.nodes} nodes each branch would take a rank on "
+            f"every GPU, and {greedy[0]} does not say how many: give --trainer.workers, so that all branches "
+            "of a time fit"
+        )
+    return serving_all(branches, at_once)
 
 
 def _refuse_another_start(config: RunConfig) -> None:
@@ -176,14 +214,21 @@ def _server_nodes(config: RLConfig, slurm: SlurmConfig) -> int:
     return slurm.nodes - training if workers else 0
 
 
-def _serving(config: RLConfig, slurm: SlurmConfig, folder: Path, contents: dict[str, str]) -> list[str]:
+def _serving(
+    config: RLConfig,
+    served: ServersConfig,
+    slurm: SlurmConfig,
+    folder: Path,
+    contents: dict[str, str],
+) -> list[str]:
     """Shell lines that set `trainers`, and start servers on each node after those; adds the servers' files.
 
     Raises:
         UsageError: a node has too few GPUs for them, or there are too few nodes.
     """
     nodes = _server_nodes(config, slurm)
-    server = config.inference.model_copy(update={"host": "0.0.0.0", "model": config.model})
+    derived = served.model_dump(include=DERIVED, exclude_defaults=True)
+    server = served.model_copy(update={**derived, "host": "0.0.0.0", "model": config.model})
     gpus, count, size = slurm.gpus_per_node or 0, server.servers, server.size
     if gpus and size * (count or 1) > gpus:
         several = f"--inference.servers {count} with " if count else ""
