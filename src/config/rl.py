@@ -211,6 +211,18 @@ class RLConfig(SharedConfig, SupervisionConfig):
         return super().sharing(**values, **roles)
 
 
+def serving_all(each: Mapping[str, RLConfig], at_once: int) -> ServersConfig:
+    """The settings of a server for all branches, which holds the policies of so many of them at a time."""
+    first = next(iter(each.values()))
+    ranks = [one.inference.max_lora_rank for one in each.values()]
+    loras = max(one.inference.max_loras for one in each.values()) * at_once
+    return first.inference.deriving(
+        max_lora_rank=max((one for one in ranks if one), default=None),
+        max_loras=loras,
+        return_experts=any(one.inference.return_experts for one in each.values()),
+    )
+
+
 def _merge(low: Any, high: Any) -> Any:
     if isinstance(low, dict) and isinstance(high, dict):
         return {**low, **{key: _merge(low.get(key), value) for key, value in high.items()}}

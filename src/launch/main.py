@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.cli import COMMANDS, load, load_branches, require
 from cairn.config.rl import RLConfig
@@ -18,6 +18,9 @@ from cairn.config.shared import SlurmConfig, ToolCommand
 from cairn.run.errors import UsageError, one_of
 from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.output import importing, saying
+
+if TYPE_CHECKING:
+    from cairn.launch.slurm.job import JobBranches
 
 
 def sft() -> int:
@@ -43,11 +46,13 @@ def rl() -> int:
         if not config.branch:
             return _begin("rl", config)
         each = load_branches(RLConfig, sys.argv[1:], config.branch)
-        if config.slurm is not None:
-            return _submit("rl", config, config.slurm, each)
         with saying("importing PyTorch and Ray"), importing():
-            from cairn.launch.branches.turns import run_branches
-        return run_branches(config, each)
+            from cairn.launch.branches.turns import refuse, run_branches
+            from cairn.launch.slurm.job import JobBranches
+        if config.slurm is None:
+            return run_branches(config, each)
+        refuse(config, each)
+        return _submit("rl", config, config.slurm, JobBranches.of(config, each, config.slurm))
 
     return answer(run, stopped=EXIT_STOPPED)
 
@@ -110,14 +115,8 @@ def _begin(command: str, config: Any) -> int:
     return start(command, config)
 
 
-def _submit(
-    command: str, config: Any, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None = None
-) -> int:
-    """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead.
-
-    Args:
-        branches: the settings of each branch, if the run has some.
-    """
+def _submit(command: str, config: Any, slurm: SlurmConfig, branches: "JobBranches | None" = None) -> int:
+    """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead."""
     from cairn.config.kinds import KINDS
     from cairn.launch.slurm.job import job_of, submit
 

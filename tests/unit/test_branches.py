@@ -21,11 +21,11 @@ from cairn.config.branches import BranchesConfig, KeepRule
 from cairn.config.cli import load, load_branches
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.rl import RLConfig
+from cairn.config.rl import RLConfig, serving_all
 from cairn.config.shared import SupervisionConfig
 from cairn.inference.supervised import SupervisedServer
 from cairn.launch import main
-from cairn.launch.branches.settings import SharedByBranches, at_servers, of_branch, refuse, serving_all
+from cairn.launch.branches.settings import SharedByBranches, at_servers, of_branch, refuse
 from cairn.launch.branches.turns import begun, next_goal, stops
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, read_ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout

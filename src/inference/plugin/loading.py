@@ -338,7 +338,7 @@ def _load_and_pack(
 
     checks.begin_update()
     numbers = itertools.count()
-    with ThreadPoolExecutor(WORKERS, initializer=compute_as, initargs=[torch.get_num_threads()]) as workers:
+    with ThreadPoolExecutor(WORKERS, initializer=compute_as, initargs=(torch.get_num_threads(),)) as workers:
         loads: list[Future[set[str]]] = []
         for part in parts:
             rest: list[list[tuple[str, torch.Tensor]]] = []

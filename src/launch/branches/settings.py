@@ -10,7 +10,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.config.rl import RLConfig, ServersConfig
+from cairn.config.rl import RLConfig, serving_all
 from cairn.launch.plan.run_plan import RunPlan, make
 from cairn.launch.plan.steps import STEPS
 from cairn.run.branches import Branches, BranchStates
@@ -114,18 +114,6 @@ def shared_by(
         )
     model = plan.model if plan.first.folder is None else None
     return SharedByBranches(servers, plan.config.orchestrator.inference_url, model)
-
-
-def serving_all(each: Mapping[str, RLConfig], at_once: int) -> ServersConfig:
-    """The settings of a server that holds the policies of so many branches at a time."""
-    first = next(iter(each.values()))
-    ranks = [one.inference.max_lora_rank for one in each.values()]
-    loras = max(one.inference.max_loras for one in each.values()) * at_once
-    return first.inference.deriving(
-        max_lora_rank=max((one for one in ranks if one), default=None),
-        max_loras=loras,
-        return_experts=any(one.inference.return_experts for one in each.values()),
-    )
 
 
 def of_branch(

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from cairn.config.branches import layers_of
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig
-from cairn.config.rl import DERIVED, RLConfig, ServersConfig
+from cairn.config.rl import DERIVED, RLConfig, ServersConfig, serving_all
 from cairn.config.shared import PreemptionConfig, SlurmConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, write_atomic
@@ -48,13 +48,35 @@ class Job:
         return self.folder / SCRIPT
 
 
-def job_of(
-    command: str, config: RunConfig, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None = None
-) -> Job:
-    """The job that runs `command` with these settings; nothing is written.
+@dataclass(frozen=True)
+class JobBranches:
+    """What a job needs of a run's branches: the files of their settings, by name, and how they are served."""
 
-    Args:
-        branches: the settings of each branch, if the run has some.
+    files: dict[str, str]
+    servers: ServersConfig
+
+    @classmethod
+    def of(cls, config: RLConfig, each: Mapping[str, RLConfig], slurm: SlurmConfig) -> "JobBranches":
+        """Of the settings that all have in common, and of each branch's.
+
+        Raises:
+            UsageError: branches that train at the same time would want the same GPUs.
+        """
+        at_once = min(config.branches.at_once, len(each))
+        greedy = [name for name, one in each.items() if not one.trainer.workers]
+        if at_once > 1 and slurm.nodes > 1 and greedy:
+            raise UsageError(
+                f"--branches.at-once {at_once}: in a job on {slurm.nodes} nodes each branch would take all "
+                f"GPUs, and {greedy[0]} does not say how many: give --trainer.workers, so that all "
+                "branches of a time fit"
+            )
+        layers = layers_of(config.branch).items()
+        files = {f"{BRANCHES}/{name}.json": json.dumps(one.content, default=str) for name, one in layers}
+        return cls(files, serving_all(each, at_once))
+
+
+def job_of(command: str, config: RunConfig, slurm: SlurmConfig, branches: JobBranches | None = None) -> Job:
+    """The job that runs `command` with these settings, and with all branches; nothing is written.
 
     Raises:
         UsageError: the settings do not fit a job.
@@ -62,14 +84,10 @@ def job_of(
     kind, flags = KINDS[command], KINDS[command].flags("trainer")
     _refuse_another_start(config)
     folder = Path(config.output_dir) / FOLDER
-    contents: dict[str, str] = {}
-    served = _served(config, slurm, branches) if isinstance(config, RLConfig) else None
+    contents = dict(branches.files) if branches else {}
     settings = config.sharing(preemption=_told_in_time(config.preemption, slurm))
-    if branches and isinstance(config, RLConfig):
-        given = layers_of(config.branch)
-        own = {name: f"{BRANCHES}/{name}.json" for name in branches}
-        contents |= {file: json.dumps(given[name].content, default=str) for name, file in own.items()}
-        settings = settings.model_copy(update={"branch": [str(folder / file) for file in own.values()]})
+    if branches:
+        settings = settings.model_copy(update={"branch": [str(folder / file) for file in branches.files]})
     words = [command, "@", str(folder / f"{command}.json"), "--ckpt.resume", "auto"]
     lines = [shlex.join(words)]
     if slurm.nodes > 1:
@@ -85,8 +103,8 @@ def job_of(
                 f"{flags}workers"
             )
         serving: list[str] = []
-        if isinstance(config, RLConfig) and served is not None and not _given_servers(config):
-            serving = _serving(config, served, slurm, folder, contents)
+        if isinstance(config, RLConfig) and not _given_servers(config):
+            serving = _serving(config, branches and branches.servers, slurm, folder, contents)
         lines = [
             f"start_seconds={max(START_SECONDS, math.ceil(trainer.ray.start_timeout))}",
             _shell("cluster.sh"),
@@ -125,28 +143,6 @@ def submit(job: Job) -> None:
         said = done.stderr.strip() or "it said nothing"
         raise CairnError(f"sbatch {job.script} ended with exit code {done.returncode}: {said}")
     print(f"{done.stdout.strip()}; its script and logs are in {job.folder}", flush=True)
-
-
-def _served(config: RLConfig, slurm: SlurmConfig, branches: Mapping[str, RLConfig] | None) -> ServersConfig:
-    """The settings of the servers, which all branches ask if there are some.
-
-    Raises:
-        UsageError: the branches can't be trained like this, or not by a job.
-    """
-    if not branches:
-        return config.inference
-    from cairn.launch.branches.settings import refuse, serving_all  # imports PyTorch
-
-    refuse(config, branches)
-    at_once = min(config.branches.at_once, len(branches))
-    greedy = [name for name, one in branches.items() if not one.trainer.workers]
-    if at_once > 1 and slurm.nodes > 1 and greedy:
-        raise UsageError(
-            f"--branches.at-once {at_once}: in a job on {slurm.nodes} nodes each branch would take a rank on "
-            f"every GPU, and {greedy[0]} does not say how many: give --trainer.workers, so that all branches "
-            "of a time fit"
-        )
-    return serving_all(branches, at_once)
 
 
 def _refuse_another_start(config: RunConfig) -> None:
@@ -216,7 +212,7 @@ def _server_nodes(config: RLConfig, slurm: SlurmConfig) -> int:
 
 def _serving(
     config: RLConfig,
-    served: ServersConfig,
+    of_branches: ServersConfig | None,
     slurm: SlurmConfig,
     folder: Path,
     contents: dict[str, str],
@@ -227,6 +223,7 @@ def _serving(
         UsageError: a node has too few GPUs for them, or there are too few nodes.
     """
     nodes = _server_nodes(config, slurm)
+    served = of_branches or config.inference
     derived = served.model_dump(include=DERIVED, exclude_defaults=True)
     server = served.model_copy(update={**derived, "host": "0.0.0.0", "model": config.model})
     gpus, count, size = slurm.gpus_per_node or 0, server.servers, server.size
