@@ -131,8 +131,8 @@ def main() -> None:
         result["times_faster_than_whole_job"] = ratios(seconds)
         if arguments.goodput_steps:
             config = larger_task(Path(folder), arguments.goodput_batch)
-            runs = {name: DISTURBED[name] for name in arguments.goodput_runs}
-            result["goodput"] = goodput(config, runs, arguments.goodput_steps, arguments.seed, say)
+            names, steps = arguments.goodput_runs, arguments.goodput_steps
+            result["goodput"] = goodput(config, names, steps, arguments.seed, say)
     for name, ratio in result["times_faster_than_whole_job"].items():
         say(f"{name:32} {ratio:6.1f} times faster than restarting the whole job")
     print(json.dumps(result))
@@ -280,19 +280,16 @@ def measure(
 
 
 def goodput(
-    config: Path,
-    runs: dict[str, tuple[tuple[str, ...], tuple[str | None, ...]]],
-    steps: int,
-    seed: int,
-    say: Callable[..., None],
+    config: Path, names: Iterable[str], steps: int, seed: int, say: Callable[..., None]
 ) -> dict[str, Any]:
-    """The goodput of runs that are killed by role or as a whole at random moments; `runs` as `DISTURBED`."""
+    """The goodput of these runs of `DISTURBED`, killed by role or as a whole at random moments."""
     command, folder = ("sft", "@", str(config), "--ckpt.keep-last", "2"), config.parent
     calm = calm_steps(folder / "calm_before", (*command, *EACH_STEP))
     step_seconds = statistics.median(calm)
     say(f"a calm step takes {step_seconds:.2f} s")
     walls = {}
-    for name, (options, victims) in runs.items():
+    for name in names:
+        options, victims = DISTURBED[name]
         run, whole = folder / re.sub(r"\W+", "_", name), (*command, *options, "--max-steps", str(steps))
         walls[name] = disturbed(run, whole, victims, steps, step_seconds, seed)
         say(f"{name}: {walls[name]}")

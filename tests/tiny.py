@@ -3,6 +3,7 @@
 import functools
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import (
@@ -13,6 +14,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 EXAMPLE = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
 """The example task's model: a configuration without weights, and a tokenizer of one token a character."""
@@ -33,6 +37,23 @@ def write(model: PreTrainedModel, folder: Path) -> Path:
     tokenizer().save_pretrained(folder)
     shutil.copyfile(EXAMPLE / "generation_config.json", folder / "generation_config.json")
     return folder
+
+
+def write_adapter(base: Path, folder: Path, seed: int, about: "LoraConfig") -> "PeftModel":
+    """Write a random adapter of a base as a step has it, with the record of the base; returns the two."""
+    from peft import get_peft_model  # not in all programs that make a tiny model
+
+    from cairn.checkpoint.checksums import FileChecksum
+    from cairn.checkpoint.step_folder import BASE_RECORD
+    from cairn.model.adapters import Base
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), about)
+    model.save_pretrained(folder)
+    files = {path.name: FileChecksum(path.stat().st_size) for path in base.glob("*.safetensors")}
+    (folder / BASE_RECORD).write_bytes(Base.of("base", base, files).to_json())
+    return model
 
 
 def write_example(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:

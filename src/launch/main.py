@@ -47,7 +47,8 @@ def rl() -> int:
             return _begin("rl", config)
         each = load_branches(RLConfig, sys.argv[1:], config.branch)
         with saying("importing PyTorch and Ray"), importing():
-            from cairn.launch.branches.turns import refuse, run_branches
+            from cairn.launch.branches.settings import refuse
+            from cairn.launch.branches.turns import run_branches
             from cairn.launch.slurm.job import JobBranches
         if config.slurm is None:
             return run_branches(config, each)

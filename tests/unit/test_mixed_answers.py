@@ -9,14 +9,11 @@ import torch
 from families import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from tiny import write
+from peft import LoraConfig
+from tiny import write, write_adapter
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.config.shared import RolloutKey
-from cairn.model.adapters import Base
 from cairn.run.messages import PolicyName
 from cairn.tools.replay import mixed
 from cairn.tools.replay.answers import MIXED, RolloutReplayed, SpanReplayed
@@ -160,16 +157,8 @@ def test_policies_that_are_adapters_have_the_weights_that_were_served(tmp_path: 
     served: Models = {}
     for step in (1, 2):
         folder = adapters[policy(step)] = tmp_path / f"adapter_{step}"
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(step)
-            whole = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-            model = get_peft_model(
-                whole, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-            )
-        model.save_pretrained(folder)
-        files = {path.name: FileChecksum(path.stat().st_size) for path in base.glob("*.safetensors")}
-        (folder / BASE_RECORD).write_bytes(Base.of("base", base, files).to_json())
-        served[policy(step)] = model.merge_and_unload().eval()
+        about = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        served[policy(step)] = write_adapter(base, folder, step, about).merge_and_unload().eval()
     first, second = PlayedServer(served).request(list(range(5, 25)), [(1, 4), (2, 6)], 0)
     second = replace(second, mixed=True)
     elsewhere = base.rename(tmp_path / "elsewhere") if moved else None

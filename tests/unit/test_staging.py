@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 from families import make, make_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from runs import DEADLINE
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import write_adapter
+from transformers import AutoConfig
 
-from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import PIECE, Look, UnusableWeights, look_at
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
 from cairn.inference.vllm_command import copies_folder
-from cairn.model.adapters import Base
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import Altered, NotThere
@@ -319,12 +317,7 @@ def test_a_source_that_sends_nothing_is_found_out_before_layers_are_taken_apart(
 def adapter_of(base: Path, folder: Path) -> tuple[Path, Tensors]:
     """A policy that is an adapter, and the weights that PEFT makes of it."""
     about = LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), about)
-    model.save_pretrained(folder)
-    files = {path.name: FileChecksum(path.stat().st_size) for path in base.glob("*.safetensors")}
-    (folder / BASE_RECORD).write_bytes(Base.of("base", base, files).to_json())
+    model = write_adapter(base, folder, 1, about)
     sums = {
         name: checksum(values) for name, values in load_file(folder / "adapter_model.safetensors").items()
     }

@@ -331,14 +331,12 @@ def _load_and_pack(
             pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
         return loaded
 
-    def compute_as(threads: int) -> None:
-        """oneDNN lays a packed copy out for the OpenMP threads of whoever makes it, and reads it by those of
-        whoever computes: if a new thread has another number of them, answers are wrong."""
-        cast(Any, torch._C).set_num_threads(threads)  # vLLM has put a warning in the place of torch's own
-
     checks.begin_update()
     numbers = itertools.count()
-    with ThreadPoolExecutor(WORKERS, initializer=compute_as, initargs=(torch.get_num_threads(),)) as workers:
+    # oneDNN lays a packed copy out for the OpenMP threads of whoever makes it, and reads it by those of
+    # whoever computes: if a new thread has another number of them, answers are wrong.
+    set_threads = cast(Any, torch._C).set_num_threads  # vLLM has put a warning in the place of torch's own
+    with ThreadPoolExecutor(WORKERS, initializer=set_threads, initargs=(torch.get_num_threads(),)) as workers:
         loads: list[Future[set[str]]] = []
         for part in parts:
             rest: list[list[tuple[str, torch.Tensor]]] = []

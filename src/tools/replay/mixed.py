@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from cairn.inference.pool.member import tensor_bytes
 from cairn.model.adapters import is_adapter, with_adapter_merged
+from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import CairnError
 from cairn.run.machine import available_memory
 from cairn.run.messages import PolicyName
@@ -107,11 +108,12 @@ def _opened(folder: Path, base: str | None, dtype: str) -> Any:
 
     Raises:
         NotComputable: the host has too little memory for it, or it keeps a state instead of keys and values.
+        Damaged: its config.json describes no model that transformers can make.
     """
     disable_progress_bar()
     whole = whole_model(folder, base)
-    config = AutoConfig.from_pretrained(whole, trust_remote_code=False)
-    with torch.device("meta"):  # only the model's class says whether it keeps a state
+    config = load_config(whole)
+    with making_model(config), torch.device("meta"):  # only the model's class says whether it keeps a state
         has_state: bool = AutoModelForCausalLM.from_config(config)._is_stateful
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     if has_state or not ATTENTION.issuperset(kinds):
